@@ -6,7 +6,11 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-TEMPLATES = [line.removeprefix("include ") for line in Path("MANIFEST.in").read_text().splitlines() if line[0] != "#"]
+TEMPLATES = [
+    line.removeprefix("include ")
+    for line in Path("MANIFEST.in").read_text().splitlines()
+    if line[0] != "#"
+]
 
 
 class BuildWithTemplates(build_py):

@@ -36,19 +36,27 @@ SHAPE = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 307
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--tokens", type=int, default=4096, help="a multiple of 64, above 704")
     parser.add_argument("--layers", type=int, default=4, help="of the whole model")
-    parser.add_argument("--repeats", type=int, default=7, help="timed steps of a process, after one warm-up step")
+    parser.add_argument(
+        "--repeats", type=int, default=7, help="timed steps of a process, after one warm-up step"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="processes of each row")
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/bigbird[-cuda].md")
+    parser.add_argument(
+        "--write", action="store_true", help="write benchmarks/results/bigbird[-cuda].md"
+    )
     options = parser.parse_args()
     lines = [conditions(options)]
     for what, title in (("layer", "One attention layer, forward + backward"),
                         ("model", f"A training step (AdamW) of a classifier of {options.layers} layers")):  # fmt: skip
         lines += ["", f"## {title}, {options.tokens} tokens", "", *measure_table(options, what)]
-        print("\n".join(lines if what == "layer" else lines[-len(names(options)) - 5 :]), flush=True)
+        print(
+            "\n".join(lines if what == "layer" else lines[-len(names(options)) - 5 :]), flush=True
+        )
     if options.write:
         name = "bigbird.md" if options.device == "cpu" else "bigbird-cuda.md"
         text = "# BigBird attention against transformers\n\n" + "\n".join(lines) + "\n"
@@ -90,7 +98,9 @@ def step_of(options: argparse.Namespace, what: str, how: str) -> Callable[[], No
     config = BigBirdConfig(vocab_size=1000, num_hidden_layers=options.layers if what == "model" else 1, **SHAPE,
                            max_position_embeddings=options.tokens)  # fmt: skip
     model = (BigBirdForSequenceClassification if what == "model" else BigBirdModel)(config)
-    model = model.train().to(options.device, torch.bfloat16 if options.device == "cuda" else torch.float32)
+    model = model.train().to(
+        options.device, torch.bfloat16 if options.device == "cuda" else torch.float32
+    )
     if how != THEIRS:
         bigbird.install(model, how)
     return _model_step(options, model) if what == "model" else _layer_step(options, model, how)
@@ -98,7 +108,9 @@ def step_of(options: argparse.Namespace, what: str, how: str) -> Callable[[], No
 
 def _layer_step(options: argparse.Namespace, model: Any, how: str) -> Callable[[], None]:
     layer, dtype = model.encoder.layer[0].attention, next(model.parameters()).dtype
-    states = torch.randn(1, options.tokens, 768, device=options.device, dtype=dtype, requires_grad=True)
+    states = torch.randn(
+        1, options.tokens, 768, device=options.device, dtype=dtype, requires_grad=True
+    )
     masks: dict[str, Any] = {}
     if how == THEIRS:
         ones = torch.ones(1, options.tokens, device=options.device)
@@ -179,7 +191,9 @@ def _status(name: str) -> int:
 
 def conditions(options: argparse.Namespace) -> str:
     where = torch.cuda.get_device_name() if options.device == "cuda" else processor()
-    load = f", load average {os.getloadavg()[0]:.1f} when it began" if options.device == "cpu" else ""
+    load = (
+        f", load average {os.getloadavg()[0]:.1f} when it began" if options.device == "cpu" else ""
+    )
     dtype = "bfloat16" if options.device == "cuda" else "float32"
     return (f"On {where}{load}; torch {torch.__version__}, {torch.get_num_threads()} threads, {dtype}; hidden 768, "
             f"12 heads, batch 1, training mode; {options.rounds} processes of {options.repeats} steps in turn; peak "

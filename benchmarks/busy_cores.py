@@ -27,13 +27,24 @@ SAMPLES = {128: 160, 512: 32}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=2, help="[2]")
-    parser.add_argument("--spins", type=int, nargs="+", default=SPINS, help=f"GOMP_SPINCOUNT [{SPINS}]")
-    parser.add_argument("--lengths", type=int, nargs="+", choices=SAMPLES, default=list(SAMPLES), help="tokens")
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/busy_cores.md")
+    parser.add_argument(
+        "--spins", type=int, nargs="+", default=SPINS, help=f"GOMP_SPINCOUNT [{SPINS}]"
+    )
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", choices=SAMPLES, default=list(SAMPLES), help="tokens"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write benchmarks/results/busy_cores.md"
+    )
     options = parser.parse_args()
-    lines = ["| texts | busy processes | GOMP_SPINCOUNT | seconds | CPU seconds |", "|---|---|---|---|---|"]
+    lines = [
+        "| texts | busy processes | GOMP_SPINCOUNT | seconds | CPU seconds |",
+        "|---|---|---|---|---|",
+    ]
     for length in options.lengths:
         for busy in (0, cores()):
             runs: dict[int, list[tuple[float, float]]] = {spins: [] for spins in options.spins}
@@ -41,16 +52,29 @@ def main() -> None:
                 for spins, done in runs.items():
                     done.append(measure(spins, length, busy))
             for spins, done in runs.items():
-                cells = [", ".join(f"{value:.1f}" for value in values) for values in zip(*done, strict=True)]
+                cells = [
+                    ", ".join(f"{value:.1f}" for value in values)
+                    for values in zip(*done, strict=True)
+                ]
                 medians = [f"{statistics.median(values):.1f}" for values in zip(*done, strict=True)]
                 cells = [f"{median} ({each})" for median, each in zip(medians, cells, strict=True)]
-                lines.append(f"| {SAMPLES[length]} of {length} tokens | {busy} | {spins:,} | {' | '.join(cells)} |")
+                lines.append(
+                    f"| {SAMPLES[length]} of {length} tokens | {busy} | {spins:,} | {' | '.join(cells)} |"
+                )
                 print(lines[-1], flush=True)
     if options.write:
         about = " ".join((__doc__ or "").split("\n\n", 2)[2].split())
         note = f"{processor()}, fp32, {options.rounds} rounds, {date.today()}: medians (each run)."
         page = Path(__file__).parent / "results" / "busy_cores.md"
-        text = ["# Busy cores", "", f"`python benchmarks/busy_cores.py --write`. {about}", "", note, "", *lines]
+        text = [
+            "# Busy cores",
+            "",
+            f"`python benchmarks/busy_cores.py --write`. {about}",
+            "",
+            note,
+            "",
+            *lines,
+        ]
         page.write_text("\n".join(text) + "\n", encoding="utf-8")
 
 
@@ -59,10 +83,20 @@ def measure(spins: int, length: int, busy: int) -> tuple[float, float]:
     environment = {**os.environ, "GOMP_SPINCOUNT": str(spins), "TRAINER_PRECISION": "no"}
     with ExitStack() as stack:
         for _ in range(busy):
-            other = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            other = stack.enter_context(
+                subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            )
             stack.callback(other.kill)
         trainer = str(Path(__file__).with_name("trainer.py"))
-        words = [sys.executable, trainer, "--worker", "ours", "train", str(SAMPLES[length]), str(length)]
+        words = [
+            sys.executable,
+            trainer,
+            "--worker",
+            "ours",
+            "train",
+            str(SAMPLES[length]),
+            str(length),
+        ]
         done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
     result = json.loads(done.stdout.splitlines()[-1])
     return result["wall"], result["cpu"]

@@ -33,13 +33,24 @@ def main() -> None:
         settings = [*SETTINGS, *write_job(folder)]
         plain = run(settings, folder / "plain", STEPS)
         saved = run([*settings, "--checkpoint_every", "1"], folder / "saved", STEPS)
-        behind = run([*settings, "--checkpoint_every", "2", "--checkpoint_in_background"], folder / "behind", STEPS)
+        behind = run(
+            [*settings, "--checkpoint_every", "2", "--checkpoint_in_background"],
+            folder / "behind",
+            STEPS,
+        )
         resumed = run([*settings, "--checkpoint_every", "100"], folder / "saved", STEPS + 1)
     waits = [f"{statistics.median(seconds_of(lines)):.2f}" for _, lines in (saved, behind)]
-    peaks = [f"{max(line['peak_memory_bytes'] for line in lines) / 1e9:.2f}" for _, lines in (plain, saved, behind)]
+    peaks = [
+        f"{max(line['peak_memory_bytes'] for line in lines) / 1e9:.2f}"
+        for _, lines in (plain, saved, behind)
+    ]
     last = resumed[1][-1]["peak_memory_bytes"] / 1e9
-    print("| save, s | in the background, s | resume, s | GB without saves | saving | in the background | resumed |")
-    print(f"| {' | '.join(waits)} | {resumed[0] - plain[0]:.1f} | {' | '.join(peaks)} | {last:.2f} |")
+    print(
+        "| save, s | in the background, s | resume, s | GB without saves | saving | in the background | resumed |"
+    )
+    print(
+        f"| {' | '.join(waits)} | {resumed[0] - plain[0]:.1f} | {' | '.join(peaks)} | {last:.2f} |"
+    )
 
 
 def write_job(folder: Path) -> list[str]:
@@ -53,8 +64,13 @@ def write_job(folder: Path) -> list[str]:
     (folder / "vocab.txt").write_text("\n".join(vocabulary), encoding="utf-8")
     BertModel(BertConfig()).save_pretrained(folder / "bert")
     BertTokenizerFast(vocab=str(folder / "vocab.txt")).save_pretrained(folder / "bert")
-    rows = [f"{'abcdefghij'[number % 10]} {'abcdefghij'[number % 7]},{'xy'[number % 2]}" for number in range(40)]
-    (folder / "rows.csv").write_text("\n".join(["text,label", *dict.fromkeys(rows)]), encoding="utf-8")
+    rows = [
+        f"{'abcdefghij'[number % 10]} {'abcdefghij'[number % 7]},{'xy'[number % 2]}"
+        for number in range(40)
+    ]
+    (folder / "rows.csv").write_text(
+        "\n".join(["text,label", *dict.fromkeys(rows)]), encoding="utf-8"
+    )
     return ["--model_name_or_path", str(folder / "bert"), "--train_file", str(folder / "rows.csv")]
 
 
@@ -62,7 +78,15 @@ def run(settings: list[str], output: Path, steps: int) -> tuple[float, list[dict
     """(seconds to the first new line of metrics.jsonl, all lines)."""
     log = output / "metrics.jsonl"
     before = len(log.read_text().splitlines()) if log.exists() else 0
-    command = [sys.executable, "recipes/cls.py", *settings, "--max_steps", str(steps), "--output_dir", str(output)]
+    command = [
+        sys.executable,
+        "recipes/cls.py",
+        *settings,
+        "--max_steps",
+        str(steps),
+        "--output_dir",
+        str(output),
+    ]
     started, first = time.monotonic(), 0.0
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors)

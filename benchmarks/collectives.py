@@ -34,12 +34,18 @@ from transformers import BertConfig, BertForSequenceClassification
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = (8, 64, 1024)
 _NAMES = {"gather": "all-gather", "scatter": "reduce-scatter", "reduce": "all-reduce"}
-HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)  # as in accelerate
+HALF = MixedPrecisionPolicy(
+    param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16
+)  # as in accelerate
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/collectives.md")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write benchmarks/results/collectives.md"
+    )
     options = parser.parse_args()
     lines = ["| way | ranks | micro-batches | collectives of a step | bytes that one rank sends by a ring, MB |",
              "|---|---|---|---|---|"]  # fmt: skip
@@ -110,9 +116,13 @@ class Bytes(TorchDispatchMode):
 
     sent = 0.0
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
         if function.namespace == "c10d":
-            sizes = [each.nbytes for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)]
+            sizes = [
+                each.nbytes for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)
+            ]
             self.sent += ring_bytes(function.__name__, max(sizes, default=0))
         return function(*arguments, **(options or {}))
 

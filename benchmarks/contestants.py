@@ -80,7 +80,9 @@ def load_job(settings: Any, samples: int) -> Job:
     tokenizer = load_tokenizer(settings.model)
     data = prepare_data(settings, tokenizer, load_config(settings.model))
     held_back = sample_of(data.validation, min(len(data.validation), TEXTS[data.max_length][2]))
-    data = add_collator(settings, replace(data, train=sample_of(data.train, samples), validation=held_back))
+    data = add_collator(
+        settings, replace(data, train=sample_of(data.train, samples), validation=held_back)
+    )
     return Job(settings, tokenizer, data, load_classifier(settings.model, data.labels, SEED))
 
 
@@ -106,7 +108,9 @@ def warm_up(model: Any, bf16: bool) -> None:
 
     device = next(model.parameters()).device
     with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-        model(input_ids=torch.ones(8, 32, dtype=torch.int64, device=device)).logits.float().sum().backward()
+        model(
+            input_ids=torch.ones(8, 32, dtype=torch.int64, device=device)
+        ).logits.float().sum().backward()
     model.zero_grad()
 
 
@@ -129,7 +133,9 @@ def _train_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
     from toolkit.training.steps import Steps
 
     data, labels = job.data, job.data.labels
-    training = job.settings.training.limit_tokens(accelerator.device.type, int(data.train.lengths.max()))
+    training = job.settings.training.limit_tokens(
+        accelerator.device.type, int(data.train.lengths.max())
+    )
     collator_of(data.train, job.tokenizer, accelerator.device).prepare_model(accelerator, job.model)
     steps = Steps(accelerator, data.train, job.tokenizer, training)
     groups = parameter_groups(job.model, training.weight_decay)
@@ -137,7 +143,15 @@ def _train_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
     align_strategy(accelerator, job.model, optimizer, training, steps.schedule)
     model, optimizer = accelerator.prepare(job.model, optimizer)
     scheduler = make_scheduler(optimizer, training, steps.schedule.total_steps)
-    run = Run(accelerator, job.settings, data, job.tokenizer, steps, lambda *_: {"f1_macro": 0.0}, recipe="benchmark")
+    run = Run(
+        accelerator,
+        job.settings,
+        data,
+        job.tokenizer,
+        steps,
+        lambda *_: {"f1_macro": 0.0},
+        recipe="benchmark",
+    )
     run.resume(model, optimizer, scheduler)
     done = []
     warm_up(model, bf16=accelerator.mixed_precision == "bf16")
@@ -146,7 +160,9 @@ def _train_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
         model.train()
         for batch in step.micro_batches(model):
             logits = model(**batch.inputs).logits
-            accelerator.backward(step.mean(sample_losses(logits, batch.labels, labels.problem_type)))
+            accelerator.backward(
+                step.mean(sample_losses(logits, batch.labels, labels.problem_type))
+            )
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), training.max_grad_norm)
         optimizer.step()
         scheduler.step()
@@ -156,15 +172,26 @@ def _train_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
         if step.number == job.warm_steps:
             clock.start()
     clock.stop()
-    peak = max(step.metrics.peak_memory_bytes for step in done)  # an evaluation's step starts to count again
-    return {"loss": statistics.fmean(step.metrics.loss for step in done), "steps": len(done), "peak": peak}
+    peak = max(
+        step.metrics.peak_memory_bytes for step in done
+    )  # an evaluation's step starts to count again
+    return {
+        "loss": statistics.fmean(step.metrics.loss for step in done),
+        "steps": len(done),
+        "peak": peak,
+    }
 
 
 def _evaluate_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
     import torch
 
     from toolkit.data.batches import collator_of
-    from toolkit.evaluation import Outputs, classification_evaluation, classification_metrics, evaluation_batches
+    from toolkit.evaluation import (
+        Outputs,
+        classification_evaluation,
+        classification_metrics,
+        evaluation_batches,
+    )
     from toolkit.objective.losses import sample_losses
 
     labels, split = job.data.labels, job.data.validation
@@ -179,7 +206,9 @@ def _evaluate_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
             logits = model(**batch.inputs).logits.float()
             losses = sample_losses(logits, batch.labels, labels.problem_type)
             outputs.add(accelerator.gather_for_metrics(batch.padded(logits, losses)))
-    result = classification_evaluation(outputs, labels, lambda *outputs: classification_metrics(*outputs, labels))
+    result = classification_evaluation(
+        outputs, labels, lambda *outputs: classification_metrics(*outputs, labels)
+    )
     clock.stop()
     return {"loss": result.numbers["loss"], "accuracy": result.numbers["accuracy"]}
 
@@ -215,7 +244,9 @@ def tuned_trainer(
         # on a CPU they would compete with the computation
         options |= {"dataloader_num_workers": 4, "dataloader_persistent_workers": True}
         multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # or it may have none
-        multiprocessing.set_start_method("fork", force=True)  # as in a script; processes.py uses another
+        multiprocessing.set_start_method(
+            "fork", force=True
+        )  # as in a script; processes.py uses another
     splits = [_items(split) for split in (job.data.train, job.data.validation)]
     return _run_trainer(job, task, clock, options, splits, DataCollatorWithPadding(job.tokenizer))
 
@@ -226,7 +257,9 @@ def plain_trainer(job: Job, task: str, clock: Clock) -> dict[str, Any]:
     from transformers import default_data_collator
 
     def padded(split: Any) -> Any:
-        features = job.tokenizer.pad(_items(split), padding="max_length", max_length=job.data.max_length)
+        features = job.tokenizer.pad(
+            _items(split), padding="max_length", max_length=job.data.max_length
+        )
         return datasets.Dataset.from_dict(dict(features))
 
     splits = [padded(split) for split in (job.data.train, job.data.validation)]
@@ -236,13 +269,22 @@ def plain_trainer(job: Job, task: str, clock: Clock) -> dict[str, Any]:
 
 def _items(split: Any) -> list[dict[str, Any]]:
     return [
-        {"input_ids": split.tokens(i).tolist(), "attention_mask": [1] * int(length), "label": int(split.labels[i])}
+        {
+            "input_ids": split.tokens(i).tolist(),
+            "attention_mask": [1] * int(length),
+            "label": int(split.labels[i]),
+        }
         for i, length in enumerate(split.lengths)
     ]
 
 
 def _run_trainer(
-    job: Job, task: str, clock: Clock, options: dict[str, Any], splits: list[Any], collate: Callable[..., Any]
+    job: Job,
+    task: str,
+    clock: Clock,
+    options: dict[str, Any],
+    splits: list[Any],
+    collate: Callable[..., Any],
 ) -> dict[str, Any]:
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -282,7 +324,10 @@ def _run_trainer(
     if task == "train":
         result = trainer.train()
         # transformers 5.23 multiplies it by the micro-batches (#47688)
-        return {"loss": result.training_loss / arguments.gradient_accumulation_steps, "steps": result.global_step}
+        return {
+            "loss": result.training_loss / arguments.gradient_accumulation_steps,
+            "steps": result.global_step,
+        }
     warm_up(job.model.to(arguments.device), arguments.bf16)
     clock.start()
     numbers = trainer.evaluate()

@@ -36,11 +36,15 @@ _COPY = "import os, shutil, sys; shutil.copyfile(*sys.argv[1:]); os.fsync(os.ope
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gigabytes", type=float, default=2.5, help="of fp32 weights [2.5]")
     parser.add_argument("--repeats", type=int, default=3, help="of each program, in turns [3]")
     parser.add_argument("--folder", default=None, help="for temporary files")
-    parser.add_argument("--saved", type=Path, default=None, help="the checkpoint, made there once [temporary]")
+    parser.add_argument(
+        "--saved", type=Path, default=None, help="the checkpoint, made there once [temporary]"
+    )
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.relative_to(ROOT)}")
     parser.add_argument("--make", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -88,20 +92,38 @@ def bert(size: int) -> object:
              "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}  # fmt: skip
     elements = sum((rows + 1) * columns for rows, columns in layer.values())
     count = -(-(size // 4 - WORDS * WIDTH) // elements)
-    layers = (nn.ModuleDict({name: nn.Linear(*shape) for name, shape in layer.items()}) for _ in range(count))
-    return nn.ModuleDict({"embeddings": nn.Embedding(WORDS, WIDTH), "layers": nn.ModuleList(layers)})
+    layers = (
+        nn.ModuleDict({name: nn.Linear(*shape) for name, shape in layer.items()})
+        for _ in range(count)
+    )
+    return nn.ModuleDict(
+        {"embeddings": nn.Embedding(WORDS, WIDTH), "layers": nn.ModuleList(layers)}
+    )
 
 
 def measure_all(folder: Path, options: argparse.Namespace) -> str:
     out, theirs, copy = (folder / name for name in ("out", "theirs", "copy"))
     saved = options.saved or folder / "saved"
     env = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOG_LEVEL": "error", **os.environ}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(RANKS),
+    ]
     words = [__file__, "--make", str(saved), "--gigabytes", str(options.gigabytes)]
     if not saved.exists():
         subprocess.run([*torchrun, *words], env=env, check=True)
     programs = {
-        "a copy of the same bytes, flushed": [sys.executable, "-c", _COPY, str(out / "model.safetensors"), str(copy)],
+        "a copy of the same bytes, flushed": [
+            sys.executable,
+            "-c",
+            _COPY,
+            str(out / "model.safetensors"),
+            str(copy),
+        ],
         "`toolkit convert`": [sys.executable, "-m", "toolkit", "convert", str(saved), str(out)],
         "`zero_to_fp32.py`": [sys.executable, "-c", _THEIRS, str(saved), str(theirs)],
     }
@@ -143,7 +165,9 @@ def measure(command: list[str]) -> Figures:
         raise SystemExit(f"{command} failed")
     seconds = time.perf_counter() - started
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return Figures(seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, peak)
+    return Figures(
+        seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, peak
+    )
 
 
 def require_equal(out: Path, theirs: Path) -> None:
@@ -170,7 +194,9 @@ def table(figures: dict[str, list[Figures]], options: argparse.Namespace, size: 
         ratios = [each / first for each, first in zip(numbers, base, strict=True)]
         processor_seconds = min(run.processor_seconds for run in runs)
         cells = [*(f"{number:.2f}" for number in (*numbers, *ratios, processor_seconds))]
-        rows.append(f"| {name} | {' | '.join(cells)} | {max(run.peak for run in runs) / 1e9:.2f} GB |")
+        rows.append(
+            f"| {name} | {' | '.join(cells)} | {max(run.peak for run in runs) / 1e9:.2f} GB |"
+        )
     return f"""# Conversion
 
 A model of {options.gigabytes:g} GB in fp32, saved by DeepSpeed's ZeRO-3 on {RANKS} processes, {size / 1e9:.1f} GB

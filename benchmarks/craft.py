@@ -25,7 +25,16 @@ from tests.runs import lines_of
 from toolkit.data.read import read_demo
 
 SEEDS = (1, 2)
-COMMON = ["--model_name_or_path", "demo:minilm", "--max_length", 32, "--report_to", "none", "--warmup_ratio", 0.1]
+COMMON = [
+    "--model_name_or_path",
+    "demo:minilm",
+    "--max_length",
+    32,
+    "--report_to",
+    "none",
+    "--warmup_ratio",
+    0.1,
+]
 # rows of (neg, pos) in train, validation, test; settings of all runs; name -> its settings
 KINDS: dict[str, tuple[tuple[tuple[int, int], ...], list[Any], dict[str, list[Any]]]] = {
     "uneven": (
@@ -83,9 +92,14 @@ def main() -> None:
         run_jobs(Path(folder), [], jobs, seconds=3000)
         for name in names or every:
             results = [last(Path(folder, f"{name}{seed}")) for seed in SEEDS]
-            means = {key: round(float(np.mean([one[key] for one in results])), 4) for key in results[0]}
+            means = {
+                key: round(float(np.mean([one[key] for one in results])), 4) for key in results[0]
+            }
             f1 = [one["f1_macro"] for one in results]
-            print(json.dumps({"name": name, **means, "spread": round(max(f1) - min(f1), 4)}), flush=True)
+            print(
+                json.dumps({"name": name, **means, "spread": round(max(f1) - min(f1), 4)}),
+                flush=True,
+            )
 
 
 def last(run: Path) -> dict[str, float]:
@@ -93,8 +107,15 @@ def last(run: Path) -> dict[str, float]:
     line = lines_of(run / "eval.jsonl")[-1]
     assert line["split"] == "test"
     rare = {f"pos_{name}": line["per_class"]["pos"][name] for name in ("precision", "recall", "f1")}
-    seconds = sum(step["samples"] / step["samples_per_second"] for step in lines_of(run / "metrics.jsonl"))
-    return {"accuracy": line["accuracy"], "f1_macro": line["f1_macro"], **rare, "training_seconds": seconds}
+    seconds = sum(
+        step["samples"] / step["samples_per_second"] for step in lines_of(run / "metrics.jsonl")
+    )
+    return {
+        "accuracy": line["accuracy"],
+        "f1_macro": line["f1_macro"],
+        **rare,
+        "training_seconds": seconds,
+    }
 
 
 def write(folder: Path, sizes: tuple[tuple[int, int], ...]) -> list[str]:

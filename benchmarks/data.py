@@ -49,7 +49,10 @@ def write_rows(path: Path, rows: int) -> None:
 
 def tokenizer_rate(path: Path, rows: int) -> float:
     """Texts per second of the tokenizer, for 40,000 texts from the whole file (later row numbers take more tokens)."""
-    texts = [line.rsplit(",", 1)[0] for line in itertools.islice(path.open(), 1, None, max(1, rows // 40_000))]
+    texts = [
+        line.rsplit(",", 1)[0]
+        for line in itertools.islice(path.open(), 1, None, max(1, rows // 40_000))
+    ]
     tokenizer = load_tokenizer(ModelSettings(model_name_or_path=MODEL)).backend_tokenizer
     tokenizer.enable_truncation(128)
     tokenizer.no_padding()
@@ -61,7 +64,15 @@ def tokenizer_rate(path: Path, rows: int) -> float:
 
 def prepare(path: Path, cache: Path) -> tuple[float, float]:
     """(seconds, peak resident GB) of the command `toolkit prepare`."""
-    words = ["prepare", "--train_file", path, "--model_name_or_path", model_path(MODEL), "--max_length", "128"]
+    words = [
+        "prepare",
+        "--train_file",
+        path,
+        "--model_name_or_path",
+        model_path(MODEL),
+        "--max_length",
+        "128",
+    ]
     started = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", "toolkit", *map(str, words)],
@@ -131,7 +142,9 @@ def predicting(root: Path, rows: int) -> dict[str, float]:
     from toolkit.evaluation.saved_model import SavedModel
     from toolkit.features.predict import command as predict_file
 
-    AutoModelForSequenceClassification.from_pretrained(model_path(MODEL)).save_pretrained(root / "model")
+    AutoModelForSequenceClassification.from_pretrained(model_path(MODEL)).save_pretrained(
+        root / "model"
+    )
     load_tokenizer(ModelSettings(model_name_or_path=MODEL)).save_pretrained(root / "model")
     write_rows(root / "new.csv", rows)
     predict_file.WINDOW_ROWS = 4096
@@ -152,7 +165,15 @@ def predicting(root: Path, rows: int) -> dict[str, float]:
         return outputs
 
     SavedModel.load, SavedModel.compute_outputs = timed_load, timed_outputs  # type: ignore[method-assign]
-    words = ["predict", root / "model", root / "new.csv", "--text_column", "text", "--max_length", "128"]
+    words = [
+        "predict",
+        root / "model",
+        root / "new.csv",
+        "--text_column",
+        "text",
+        "--max_length",
+        "128",
+    ]
     started = time.perf_counter()
     predict_file.predict_file(build_parser().parse_args(list(map(str, words))))
     seconds = time.perf_counter() - started - loading
@@ -215,10 +236,20 @@ def main() -> None:
         print(json.dumps(steps(options.measure_steps)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        prepared, after = prepared_lines(options.rows, Path(folder)), step_lines(options.steps, Path(folder))
+        prepared, after = (
+            prepared_lines(options.rows, Path(folder)),
+            step_lines(options.steps, Path(folder)),
+        )
         if not options.predicted:
             return  # an incomplete page is not written
-        command = [sys.executable, __file__, "--measure_predict", folder, "--predicted", str(options.predicted)]
+        command = [
+            sys.executable,
+            __file__,
+            "--measure_predict",
+            folder,
+            "--predicted",
+            str(options.predicted),
+        ]
         predicted: dict[str, float] = json.loads(
             subprocess.run(command, check=True, capture_output=True).stdout.splitlines()[-1]
         )

@@ -27,12 +27,24 @@ PAGE = ROOT / "benchmarks" / "results" / "decoder.md"
 TRAIN, TEST, BATCH = 7000, 1000, 16
 
 
-HEAD = ["minutes", "model", "reviews/s in the trial", "steps", "epochs", "accuracy %", "seed by seed"]
+HEAD = [
+    "minutes",
+    "model",
+    "reviews/s in the trial",
+    "steps",
+    "epochs",
+    "accuracy %",
+    "seed by seed",
+]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, nargs="+", default=[1, 5], help="of training [1 5]")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--minutes", type=float, nargs="+", default=[1, 5], help="of training [1 5]"
+    )
     parser.add_argument("--seeds", type=int, default=2, help="[2]")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/decoder"), help="[/tmp/decoder]")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
@@ -50,10 +62,15 @@ def main() -> None:
     for minutes in options.minutes:
         for name, words in models.items():
             steps = max(10, round(minutes * 60 * speeds[name] / BATCH))
-            runs = [folder / f"{name.split(':')[0]}-{minutes:g}-{seed}" for seed in range(1, options.seeds + 1)]
+            runs = [
+                folder / f"{name.split(':')[0]}-{minutes:g}-{seed}"
+                for seed in range(1, options.seeds + 1)
+            ]
             scores = [100 * fine_tune(out, words, steps, seed) for seed, out in enumerate(runs, 1)]
             each = ", ".join(f"{score:.1f}" for score in scores)
-            steps = len((runs[0] / "metrics.jsonl").read_text().splitlines())  # a run of an earlier trial is kept
+            steps = len(
+                (runs[0] / "metrics.jsonl").read_text().splitlines()
+            )  # a run of an earlier trial is kept
             lines.append(f"| {minutes:g} | {name} | {speeds[name]:.0f} | {steps} | {steps * BATCH / TRAIN:.1f} | "
                          f"{statistics.mean(scores):.1f} | {each} |")  # fmt: skip
     print(table := "\n".join(lines))
@@ -61,9 +78,7 @@ def main() -> None:
         from machine import processor
 
         about = __doc__.split("\n\n")[2].replace("\n", " ")
-        made = (
-            f"Made by `benchmarks/decoder.py`, {date.today()}, {processor()}, in the precision that the recipe chose."
-        )
+        made = f"Made by `benchmarks/decoder.py`, {date.today()}, {processor()}, in the recipe's precision."
         title = "# An encoder and a small decoder after the same time"
         PAGE.write_text(f"{title}\n\n{made} {about.strip()}\n\n{table}\n")
 

@@ -22,26 +22,49 @@ from machine import processor
 ROOT = Path(__file__).resolve().parent.parent
 COMMON = ["--data_seed", "1", "--report_to", "none", "--learning_rate", "1e-4", "--warmup_ratio", "0.1",
           "--max_train_samples", "2500"]  # fmt: skip
-TEACHER, ALONE, TAUGHT = "teacher, 6 layers", "student, 3 layers", "student, 3 layers, with the teacher"
+TEACHER, ALONE, TAUGHT = (
+    "teacher, 6 layers",
+    "student, 3 layers",
+    "student, 3 layers, with the teacher",
+)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/distillation.md")
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/distillation"), help="[/tmp/distillation]")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write benchmarks/results/distillation.md"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("/tmp/distillation"), help="[/tmp/distillation]"
+    )
     parser.add_argument("--seeds", type=int, default=2, help="of each student [2]")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no run after this time")
     options = parser.parse_args()
     until = time.monotonic() + options.seconds
     three = ["--num_hidden_layers", "3", "--num_train_epochs", "2"]
-    taught = [*three, "--teacher", str(options.folder / "teacher" / "model"), "--distillation_alpha", "0.9"]
+    taught = [
+        *three,
+        "--teacher",
+        str(options.folder / "teacher" / "model"),
+        "--distillation_alpha",
+        "0.9",
+    ]
     runs = {TEACHER: [train(options.folder / "teacher", ["--num_train_epochs", "2"], until)]}
     for seed in range(1, options.seeds + 1):
         for name, kind, settings in ((ALONE, "alone", three), (TAUGHT, "taught", taught)):
-            folder = train(options.folder / f"{kind}-{seed}", [*settings, "--seed", str(seed)], until)
+            folder = train(
+                options.folder / f"{kind}-{seed}", [*settings, "--seed", str(seed)], until
+            )
             runs.setdefault(name, []).append(folder)
-    lines = ["| model | accuracy | lowest to highest | F1 (macro) | parameters | rows/s in `toolkit predict` |"]
-    lines += ["|---|---|---|---|---|---|", *(row(name, folders, options.folder) for name, folders in runs.items())]
+    lines = [
+        "| model | accuracy | lowest to highest | F1 (macro) | parameters | rows/s in `toolkit predict` |"
+    ]
+    lines += [
+        "|---|---|---|---|---|---|",
+        *(row(name, folders, options.folder) for name, folders in runs.items()),
+    ]
     print("\n".join(lines))
     if options.write:
         note = (
@@ -50,7 +73,10 @@ def main() -> None:
             "the recipe's precision. Made by `benchmarks/distillation.py`: 2 epochs each, `--distillation_alpha 0.9`."
         )
         results = ROOT / "benchmarks" / "results" / "distillation.md"
-        results.write_text(f"# Distillation: 6 layers into 3\n\n{note}\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
+        results.write_text(
+            f"# Distillation: 6 layers into 3\n\n{note}\n\n" + "\n".join(lines) + "\n",
+            encoding="utf-8",
+        )
 
 
 def train(folder: Path, settings: list[str], until: float) -> Path:
@@ -79,7 +105,9 @@ def speed(model: Path, here: Path) -> float:
     from toolkit.data.read import read_demo
 
     file = here / "rows.csv"
-    rows = read_demo("demo:rotten-tomatoes")["train"].rows.select(range(2000)).select_columns(["text"])
+    rows = (
+        read_demo("demo:rotten-tomatoes")["train"].rows.select(range(2000)).select_columns(["text"])
+    )
     rows.to_csv(file, index=False)
     command = [sys.executable, "-m", "toolkit", "predict", str(model), str(file), "--overwrite"]
     log = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stderr

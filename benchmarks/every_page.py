@@ -67,14 +67,30 @@ LONG = {"precision"}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pages", nargs="*", metavar="PAGE", help=f"of {', '.join(PAGES)} [all but {', '.join(LONG)}]")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "pages",
+        nargs="*",
+        metavar="PAGE",
+        help=f"of {', '.join(PAGES)} [all but {', '.join(LONG)}]",
+    )
     options = parser.parse_args()
     if unknown := set(options.pages) - set(PAGES):
-        parser.error(f"there is no page {', '.join(sorted(unknown))}: name some of {', '.join(PAGES)}")
-    failed = [page for page in options.pages or [page for page in PAGES if page not in LONG] if not make(page)]
+        parser.error(
+            f"there is no page {', '.join(sorted(unknown))}: name some of {', '.join(PAGES)}"
+        )
+    failed = [
+        page
+        for page in options.pages or [page for page in PAGES if page not in LONG]
+        if not make(page)
+    ]
     if failed:
-        print(f"failed: {' '.join(failed)}; again: python benchmarks/every_page.py {' '.join(failed)}", file=sys.stderr)
+        print(
+            f"failed: {' '.join(failed)}; again: python benchmarks/every_page.py {' '.join(failed)}",
+            file=sys.stderr,
+        )
     return bool(failed)
 
 
@@ -91,7 +107,15 @@ def make(page: str) -> bool:
                     file.write_bytes(content)
                 return False
     commit = git("rev-parse", "--short", "HEAD")
-    if git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!docs/images"):
+    if git(
+        "status",
+        "--porcelain",
+        "--untracked-files=no",
+        "--",
+        ".",
+        ":!benchmarks/results",
+        ":!docs/images",
+    ):
         commit += "-dirty"  # this program writes results and images itself
     minutes = (time.monotonic() - started) / 60
     machine = f"{processor()}, torch {version('torch')}"
@@ -100,22 +124,33 @@ def make(page: str) -> bool:
 
 
 def git(*words: str) -> str:
-    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", *words], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def index(page: str, row: str) -> None:
     """Adds or replaces a page's row in the index."""
     file = RESULTS / "index.md"
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    rows = {line.split(" | ")[0]: line for line in [*lines, row] if line.split(" | ")[0].lstrip("| ") in PAGES}
+    rows = {
+        line.split(" | ")[0]: line
+        for line in [*lines, row]
+        if line.split(" | ")[0].lstrip("| ") in PAGES
+    }
     heads = [
         "# Measured pages",
         "",
         "`make benchmarks` makes them again; `benchmarks/every_page.py` has each command.",
         "",
     ]
-    table = ["| page | commit | date | machine | load before | minutes |", "|---|---|---|---|---|---|"]
-    file.write_text("\n".join([*heads, *table, *(rows[name] for name in sorted(rows))]) + "\n", encoding="utf-8")
+    table = [
+        "| page | commit | date | machine | load before | minutes |",
+        "|---|---|---|---|---|---|",
+    ]
+    file.write_text(
+        "\n".join([*heads, *table, *(rows[name] for name in sorted(rows))]) + "\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

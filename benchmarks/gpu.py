@@ -45,13 +45,50 @@ from machine import hardware
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = {
-    "BERT-base": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
-    "BERT-large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
-    "toy": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
+    "BERT-base": {
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+    },
+    "BERT-large": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+    },
+    "toy": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    },
 }
 VOCABULARY = 30522
 # Tokens of 1,500 film reviews (demo:imdb, the uncased vocabulary of BERT): the percentiles 0, 5, ..., 100
-REVIEWS = (41, 81, 112, 137, 148, 158, 166, 177, 190, 206, 222, 240, 261, 294, 330, 369, 425, 482, 579, 761, 1974)
+REVIEWS = (
+    41,
+    81,
+    112,
+    137,
+    148,
+    158,
+    166,
+    177,
+    190,
+    206,
+    222,
+    240,
+    261,
+    294,
+    330,
+    369,
+    425,
+    482,
+    579,
+    761,
+    1974,
+)
 TOKENS_PER_STEP = 32768
 # the most important first: part -> (model, texts) of its tables of training and evaluation
 PARTS = {"epoch": None, "base-reviews": ("BERT-base", "real reviews"), "bigbird": None,
@@ -63,11 +100,15 @@ TASKS = (("train", ["ours", "tuned", "rows0", "ours0", "compiled", "rows", "cudn
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="toy models, few texts, one round")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="[all]")
-    parser.add_argument("--minutes", type=float, default=1e9, help="after which no further run starts")
+    parser.add_argument(
+        "--minutes", type=float, default=1e9, help="after which no further run starts"
+    )
     parser.add_argument("--samples", type=int, default=4096, help="of an epoch [4096]")
     parser.add_argument("--rounds", type=int, default=1, help="of each contestant [1]")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/gpu-NAME.md")
@@ -78,13 +119,17 @@ def main() -> None:
     import torch
 
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("no GPU: run this on a GPU machine, or pass --tiny --device cpu for a test")
+        raise SystemExit(
+            "no GPU: run this on a GPU machine, or pass --tiny --device cpu for a test"
+        )
     name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     if options.tiny:
         options.parts, options.rounds = [part for part in options.parts if "large" not in part], 1
     options.end = time.monotonic() + 60 * options.minutes
     file = "-".join(["gpu", name, *([] if options.parts == list(PARTS) else options.parts)])
-    target = ROOT / "benchmarks" / "results" / f"{re.sub('[^a-z0-9]+', '-', file.lower()).strip('-')}.md"
+    target = (
+        ROOT / "benchmarks" / "results" / f"{re.sub('[^a-z0-9]+', '-', file.lower()).strip('-')}.md"
+    )
     page = ""
     for part in (None, *options.parts):
         lines = lines_of(part, options, name) if part else introduction(name)
@@ -106,7 +151,9 @@ def lines_of(part: str, options: Namespace, name: str) -> list[str]:
 
 
 def introduction(name: str) -> list[str]:
-    libraries = ", ".join(f"{each} {version(each)}" for each in ("torch", "transformers", "accelerate"))
+    libraries = ", ".join(
+        f"{each} {version(each)}" for each in ("torch", "transformers", "accelerate")
+    )
     command = f"`python benchmarks/gpu.py {' '.join(sys.argv[1:])}`, {date.today()}"
     return [f"# On {name}", "", (__doc__ or "").split("\n\n", 2)[2].strip().replace("\n    ", "\n- ").replace(
         "-           ", "  "), "", f"{hardware()}, {libraries}; {command}"]  # fmt: skip
@@ -130,7 +177,12 @@ def an_epoch(options: Namespace, name: str) -> list[str]:
     model, samples = ("toy", 32) if options.tiny else ("BERT-base", 9216)
     title = f"## {model}: an epoch of {samples} samples of 128 tokens"
     spec = {"model": model, "texts": "128 tokens", "task": "train", "samples": samples}
-    return ["", title, "", *table(options, name, ["ours"] if options.tiny else ["ours", "compiled"], spec)]
+    return [
+        "",
+        title,
+        "",
+        *table(options, name, ["ours"] if options.tiny else ["ours", "compiled"], spec),
+    ]
 
 
 def long_texts(options: Namespace) -> list[str]:
@@ -141,7 +193,9 @@ def long_texts(options: Namespace) -> list[str]:
     title = f"## BigBird of {layers} layers: a training step on {tokens} tokens"
     if time.monotonic() > options.end:
         return ["", title, "", "not run"]
-    options = Namespace(device=options.device, tokens=tokens, layers=layers, repeats=repeats, rounds=options.rounds)
+    options = Namespace(
+        device=options.device, tokens=tokens, layers=layers, repeats=repeats, rounds=options.rounds
+    )
     note = "`full` is full attention by SDPA, torch's flash kernel, with other numbers."
     return ["", title, "", note, "", *bigbird.measure_table(options, "model")]
 
@@ -154,7 +208,15 @@ def table(options: Namespace, name: str, contestants: list[str], spec: dict[str,
         for who in contestants:
             if who in failed or time.monotonic() > options.end:
                 continue
-            measured = spawn({**spec, "who": who, "samples": samples, "device": options.device, "tiny": options.tiny})
+            measured = spawn(
+                {
+                    **spec,
+                    "who": who,
+                    "samples": samples,
+                    "device": options.device,
+                    "tiny": options.tiny,
+                }
+            )
             if isinstance(measured, str):
                 failed[who] = measured
             else:
@@ -165,7 +227,10 @@ def table(options: Namespace, name: str, contestants: list[str], spec: dict[str,
                 file=sys.stderr,
                 flush=True,
             )
-    lines = ["| | seconds | samples/s | real tokens/s | MFU | peak GB | time / ours |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| | seconds | samples/s | real tokens/s | MFU | peak GB | time / ours |",
+        "|---|---|---|---|---|---|---|",
+    ]
     return lines + [row(who, runs, results["ours"], name) if runs else
                     f"| {who} | {failed.get(who, 'not run')} | | | | | |" for who, runs in results.items()]  # fmt: skip
 
@@ -204,7 +269,10 @@ def work(spec: dict[str, Any]) -> dict[str, float]:
     from flops import training_flops
 
     clock = contestants.Clock()
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):  # Trainer prints its results
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.redirect_stdout(sys.stderr),
+    ):  # Trainer prints its results
         job = job_of(spec, folder)
         theirs = {"tuned": contestants.tuned_trainer, "cudnn": functools.partial(contestants.tuned_trainer, cudnn=True),
                   "plain": contestants.plain_trainer}  # fmt: skip
@@ -248,11 +316,13 @@ def job_of(spec: dict[str, Any], folder: str) -> Any:
         "padding_free": spec["who"].startswith("rows"),
     })  # fmt: skip
     splits = {
-        name: split_of(name, samples, spec["texts"], longest, seed) for seed, name in enumerate(("train", "validation"))
+        name: split_of(name, samples, spec["texts"], longest, seed)
+        for seed, name in enumerate(("train", "validation"))
     }
     labels = Labels("single_label_classification", ("0", "1"), ("label",))
     data = add_collator(
-        settings, Prepared(Path(folder), "random", "text", None, longest, (), labels, test=None, **splits)
+        settings,
+        Prepared(Path(folder), "random", "text", None, longest, (), labels, test=None, **splits),
     )
     job = contestants.Job(settings, tokenizer_of(), data, model_of(spec), warm_steps)
     return job if spec["task"] == "train" else dataclasses.replace(job, warm_steps=0)
@@ -268,10 +338,14 @@ def split_of(name: str, samples: int, texts: str, longest: int, seed: int) -> An
     lengths = np.full(samples, longest)
     if not texts[0].isdigit():
         percentiles = generator.uniform(0, len(REVIEWS) - 1, samples)
-        lengths = np.minimum(np.interp(percentiles, np.arange(len(REVIEWS)), REVIEWS).astype(int), longest)
+        lengths = np.minimum(
+            np.interp(percentiles, np.arange(len(REVIEWS)), REVIEWS).astype(int), longest
+        )
     offsets = np.cumsum([0, *lengths], dtype=np.int64)
     words = generator.integers(1000, VOCABULARY, offsets[-1], dtype=np.int32)
-    return Split(name, Path(), words, offsets, generator.integers(0, 2, samples), np.arange(samples))
+    return Split(
+        name, Path(), words, offsets, generator.integers(0, 2, samples), np.arange(samples)
+    )
 
 
 def tokenizer_of() -> Any:

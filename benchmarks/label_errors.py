@@ -28,12 +28,19 @@ def plant_errors(folder: Path, dataset: str, samples: int, share: float) -> tupl
     """(a CSV file of texts and labels, the rows with a wrong label)."""
     from toolkit.data.read import read_demo
 
-    table = read_demo(dataset)["train"].rows.shuffle(seed=11).select(range(samples)).to_pandas()[["text", "label"]]
+    table = (
+        read_demo(dataset)["train"]
+        .rows.shuffle(seed=11)
+        .select(range(samples))
+        .to_pandas()[["text", "label"]]
+    )
     drawn = np.random.default_rng(12)
     rows = drawn.choice(samples, round(share * samples), replace=False)
     labels = table["label"].astype(str).to_numpy()
     names = sorted(set(labels))
-    labels[rows] = [drawn.choice([name for name in names if name != label]) for label in labels[rows]]
+    labels[rows] = [
+        drawn.choice([name for name in names if name != label]) for label in labels[rows]
+    ]
     table["label"] = labels
     table.to_csv(folder / "rows.csv", index=False)
     return folder / "rows.csv", set(rows.tolist())
@@ -52,14 +59,18 @@ def at_cuts(ranked: list[int], wrong: set[int], samples: int) -> list[dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dataset", default="demo:rotten-tomatoes")
     parser.add_argument("--max_length", type=int, default=64)
     parser.add_argument("--samples", type=int, default=3000)
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--epochs", type=float, default=2)
     parser.add_argument("--share", type=float, default=0.05)
-    parser.add_argument("--folder", type=Path, help="of the folds; the same folder continues them [a temporary one]")
+    parser.add_argument(
+        "--folder", type=Path, help="of the folds; the same folder continues them [a temporary one]"
+    )
     parser.add_argument("--no_write", action="store_true", help="print only")
     options, settings = parser.parse_known_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="label-errors-"))
@@ -72,8 +83,13 @@ def main() -> None:
                    "--max_length", options.max_length, "--report_to", "none", *settings]  # fmt: skip
         subprocess.run([str(word) for word in command], cwd=ROOT, check=True)
     seconds = time.monotonic() - started
-    out_of_fold = [json.loads(line) for line in (folder / "run" / "out_of_fold.jsonl").open(encoding="utf-8")]
-    suspected = [json.loads(line)["id"] for line in (folder / "run" / "label_errors.jsonl").open(encoding="utf-8")]
+    out_of_fold = [
+        json.loads(line) for line in (folder / "run" / "out_of_fold.jsonl").open(encoding="utf-8")
+    ]
+    suspected = [
+        json.loads(line)["id"]
+        for line in (folder / "run" / "label_errors.jsonl").open(encoding="utf-8")
+    ]
     clean = [line["prediction"] == line["label"] for line in out_of_fold if line["id"] not in wrong]
     caught = [line["prediction"] != line["label"] for line in out_of_fold if line["id"] in wrong]
     table = pd.DataFrame(at_cuts(suspected, wrong, options.samples))
@@ -107,7 +123,9 @@ def main() -> None:
     print("\n".join(lines))
     if not options.no_write:
         name = options.dataset.removeprefix("demo:")
-        (ROOT / "benchmarks" / "results" / f"label_errors-{name}.md").write_text("\n".join(lines), encoding="utf-8")
+        (ROOT / "benchmarks" / "results" / f"label_errors-{name}.md").write_text(
+            "\n".join(lines), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

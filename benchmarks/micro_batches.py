@@ -31,9 +31,13 @@ CASES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=2, help="[2]")
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/micro_batches.md")
+    parser.add_argument(
+        "--write", action="store_true", help="write benchmarks/results/micro_batches.md"
+    )
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -58,7 +62,9 @@ def main() -> None:
             print(lines[-1], flush=True)
     if options.write:
         note = f"`python benchmarks/micro_batches.py --write`: {processor()}, {date.today()}."
-        write_page(PAGE, "\n".join(["# Micro-batches on a CPU", "", note, "", *head, *lines]) + "\n")
+        write_page(
+            PAGE, "\n".join(["# Micro-batches on a CPU", "", note, "", *head, *lines]) + "\n"
+        )
 
 
 def one(trains: bool, length: int, texts: int, size: int) -> tuple[float, float]:
@@ -78,14 +84,18 @@ def one(trains: bool, length: int, texts: int, size: int) -> tuple[float, float]
     ids = torch.randint(1000, 20000, (texts, length), generator=generator)
     lengths = torch.randint(length // 2, length + 1, (texts,), generator=generator).sort().values
     mask = (torch.arange(length)[None] < lengths[:, None]).long()
-    model: Any = AutoModelForSequenceClassification.from_pretrained(model_path("demo:minilm"), num_labels=2)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(
+        model_path("demo:minilm"), num_labels=2
+    )
     model.train(trains)
 
     def step() -> None:
         for start in range(0, texts, size):
             part, width = slice(start, start + size), int(lengths[start : start + size].max())
             with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(trains):
-                logits = model(input_ids=ids[part, :width], attention_mask=mask[part, :width]).logits
+                logits = model(
+                    input_ids=ids[part, :width], attention_mask=mask[part, :width]
+                ).logits
             if trains:
                 (logits.float().sum() / texts).backward()
         model.zero_grad()

@@ -63,7 +63,9 @@ def seconds_of(model: Any) -> float:
     ids = torch.randint(5, 20000, (BATCH, LENGTH))
     before = resource.getrusage(resource.RUSAGE_SELF)
     model(
-        input_ids=ids, attention_mask=torch.ones_like(ids), labels=torch.zeros(BATCH, dtype=torch.long)
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        labels=torch.zeros(BATCH, dtype=torch.long),
     ).loss.backward()
     after = resource.getrusage(resource.RUSAGE_SELF)
     model.zero_grad()
@@ -72,7 +74,10 @@ def seconds_of(model: Any) -> float:
 
 def measure(name: str, bert: Any) -> str:
     model = make(name)
-    counts = [sum(p.numel() for p in part.parameters()) / 1e6 for part in (model, model.get_input_embeddings())]
+    counts = [
+        sum(p.numel() for p in part.parameters()) / 1e6
+        for part in (model, model.get_input_embeddings())
+    ]
     seconds_of(model)  # warm-up
     pairs = [(seconds_of(bert), seconds_of(model)) for _ in range(ROUNDS)]
     base, seconds = (statistics.median(column) for column in zip(*pairs, strict=True))
@@ -87,13 +92,18 @@ def main() -> None:
             f"{torch.get_num_threads()} thread, {ROUNDS} rounds\n\n| model | parameters | of them token embeddings | "
             "processor seconds | beside BERT-base | of the rounds |\n|---|---|---|---|---|---|\n")  # fmt: skip
     old = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
-    lines = {name: line for line, name in re.findall(r"^(\| ([\w.-]+) \| \d.*)$", old, re.MULTILINE)}
+    lines = {
+        name: line for line, name in re.findall(r"^(\| ([\w.-]+) \| \d.*)$", old, re.MULTILINE)
+    }
     bert = make("BERT-base")
     seconds_of(bert)
     for name in sys.argv[1:] or MODELS:
         lines[name] = measure(name, bert)
         print(lines[name], flush=True)
-        PAGE.write_text(head + "\n".join(lines[name] for name in MODELS if name in lines) + "\n", encoding="utf-8")
+        PAGE.write_text(
+            head + "\n".join(lines[name] for name in MODELS if name in lines) + "\n",
+            encoding="utf-8",
+        )
 
 
 if __name__ == "__main__":

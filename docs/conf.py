@@ -31,8 +31,18 @@ version = release = toolkit.__version__
 language, OTHER = ("zh_CN", "English") if CHINESE else ("en", "中文")
 extensions = ["myst_parser"]
 root_doc = "docs/index"
-include_patterns = ["docs/*.md", "benchmarks/results/*.md", "changelog/*.md", "C*.md", "SECURITY*.md"]
-translated = [str(path.relative_to(ROOT)) for folder in (ROOT, ROOT / "docs") for path in folder.glob("*.zh.md")]
+include_patterns = [
+    "docs/*.md",
+    "benchmarks/results/*.md",
+    "changelog/*.md",
+    "C*.md",
+    "SECURITY*.md",
+]
+translated = [
+    str(path.relative_to(ROOT))
+    for folder in (ROOT, ROOT / "docs")
+    for path in folder.glob("*.zh.md")
+]
 if CHINESE:
     source_suffix = {".zh.md": "markdown", ".md": "markdown"}
     exclude_patterns = [name.replace(".zh.md", ".md") for name in translated]
@@ -58,7 +68,10 @@ class Characters(SearchLanguage):
 
     def split(self, text):
         words = re.findall(r"[\u4e00-\u9fff]+|[^\W\u4e00-\u9fff]+", text)
-        pairs = ([w] if len(w) < 3 or w < "\u4e00" else map("".join, itertools.pairwise(w)) for w in words)
+        pairs = (
+            [w] if len(w) < 3 or w < "\u4e00" else map("".join, itertools.pairwise(w))
+            for w in words
+        )
         return [word for group in pairs for word in group]
 
     def stem(self, word):
@@ -90,14 +103,20 @@ def api():
 
 def settings():
     """All settings of all recipes, a table for each section."""
-    sections = {s: None for task in config.tasks().values() for s in config.sections_of(task).values()}
+    sections = {
+        s: None for task in config.tasks().values() for s in config.sections_of(task).values()
+    }
     for section in sections:
         yield f"\n## {(inspect.getdoc(section) or '').partition(chr(10))[0].rstrip('.')} ({section.__name__})\n"
         yield "| setting | | values | default |\n|---|---|---|---|"
         for name, field in config.fields_of(section).items():
             values = " ".join(f"`{value}`" for value in metavar(field.annotation).split("|"))
             cells = (f"`--{name}`", field.description or "", values, field.default)
-            yield "| " + " | ".join(re.sub(r"\s+", " ", str(c)).replace("|", "\\|") for c in cells) + " |"
+            yield (
+                "| "
+                + " | ".join(re.sub(r"\s+", " ", str(c)).replace("|", "\\|") for c in cells)
+                + " |"
+            )
 
 
 @functools.cache
@@ -107,7 +126,9 @@ def commands():
     for command in ("toolkit", *(f"toolkit {name}" for name in cli.commands())):
         words = [sys.executable, "-m", *command.split(), "--help"]
         shown = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        parts.append(f"\n## {command}\n\n```text\n{shown.replace(str(Path.home()), '~').rstrip()}\n```")
+        parts.append(
+            f"\n## {command}\n\n```text\n{shown.replace(str(Path.home()), '~').rstrip()}\n```"
+        )
     return parts
 
 
@@ -120,8 +141,15 @@ def markdown(docname, text):
         text, count=1,
     )  # fmt: skip
     makers = {"api": api, "settings": settings, "commands": commands}
-    text = re.sub(r"^<!-- made here: (\w+) -->$", lambda match: "\n".join(makers[match[1]]()), text, flags=re.MULTILINE)
-    if CHINESE and f"{docname}.zh.md" not in translated:  # headings of other pages have Chinese names
+    text = re.sub(
+        r"^<!-- made here: (\w+) -->$",
+        lambda match: "\n".join(makers[match[1]]()),
+        text,
+        flags=re.MULTILINE,
+    )
+    if (
+        CHINESE and f"{docname}.zh.md" not in translated
+    ):  # headings of other pages have Chinese names
         text = re.sub(r"\.md#[^)]+\)", ".md)", text)
     text = text.replace("```mermaid", "```text")
     return re.sub(r"\]\((?:\.\./)*README(?:\.zh)?\.md", "](/docs/index.md", text)
@@ -135,7 +163,9 @@ def finish(app, error):
     for docname in app.env.found_docs:
         text = markdown(docname, Path(app.env.doc2path(docname)).read_text(encoding="utf-8"))
         text = re.sub(
-            r'<a class="language" href="([^"]+)\.html">(\w+)</a>', r"[\2](\1.md)", text.replace(".zh.md", ".md")
+            r'<a class="language" href="([^"]+)\.html">(\w+)</a>',
+            r"[\2](\1.md)",
+            text.replace(".zh.md", ".md"),
         )
         (out / f"{docname}.md").write_text(text, encoding="utf-8")
         title[docname] = app.env.titles[docname].astext()
@@ -143,10 +173,14 @@ def finish(app, error):
     for line in Path(app.env.doc2path(root_doc)).read_text(encoding="utf-8").splitlines():
         if line.startswith(":caption:"):
             lines.append(f"\n## {line.removeprefix(':caption: ')}\n")
-        elif (docname := os.path.normpath(line[1:] if line.startswith("/") else f"docs/{line}")) in title:
+        elif (
+            docname := os.path.normpath(line[1:] if line.startswith("/") else f"docs/{line}")
+        ) in title:
             lines.append(f"- [{title[docname]}]({docname}.md)")
     (out / "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    (out / "index.html").write_text('<meta http-equiv="refresh" content="0; url=docs/index.html">', encoding="utf-8")
+    (out / "index.html").write_text(
+        '<meta http-equiv="refresh" content="0; url=docs/index.html">', encoding="utf-8"
+    )
 
 
 def read(app, docname, source):

@@ -28,12 +28,16 @@ def main() -> None:
     settings = config.parse(config.LongTaskSettings, demo=DEMO, description=__doc__)
     training = settings.training
     accelerator = toolkit.start_accelerator(settings)
-    pretrained = toolkit.long_model(settings.model, settings.data.max_length, accelerator)  # positions for all tokens
+    pretrained = toolkit.long_model(
+        settings.model, settings.data.max_length, accelerator
+    )  # positions for all tokens
     tokenizer, data = toolkit.load_data(settings, accelerator, pretrained)
 
     model = toolkit.load_classifier(pretrained, data.labels, training.seed)
     optimizer = toolkit.make_optimizer(model, training)
-    model, optimizer, scheduler, steps = toolkit.prepare(accelerator, training, model, optimizer, data.train, tokenizer)
+    model, optimizer, scheduler, steps = toolkit.prepare(
+        accelerator, training, model, optimizer, data.train, tokenizer
+    )
     objective = toolkit.make_objective(settings, model, data)
     compute_metrics = partial(toolkit.classification_metrics, labels=data.labels)
 
@@ -41,14 +45,18 @@ def main() -> None:
         objects = accelerator, model, split, tokenizer, steps.settings
         return toolkit.evaluate_classifier(*objects, objective.losses, data.labels, compute_metrics)
 
-    run = toolkit.Run(accelerator, settings, data, tokenizer, steps, compute_metrics, recipe="bigbird")
+    run = toolkit.Run(
+        accelerator, settings, data, tokenizer, steps, compute_metrics, recipe="bigbird"
+    )
     run.resume(model, optimizer, scheduler, evaluate)
     for step in run.steps():  # one global batch, for any number of processes
         model.train()
         for batch in step.micro_batches(model):
             logits = model(**batch.inputs).logits  # (B, C)
             accelerator.backward(step.mean(objective(batch, logits)))
-        grad_norm = accelerator.clip_grad_norm_(model.parameters(), training.max_grad_norm or math.inf)
+        grad_norm = accelerator.clip_grad_norm_(
+            model.parameters(), training.max_grad_norm or math.inf
+        )
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()

@@ -31,16 +31,22 @@ def main() -> None:
     settings = config.parse(config.TaskSettings, demo=DEMO, description=__doc__)
     training = settings.training
     accelerator = toolkit.start_accelerator(settings)
-    tokenizer, data = toolkit.load_data(settings, accelerator)  # files -> columns -> tokens, once per machine
+    tokenizer, data = toolkit.load_data(
+        settings, accelerator
+    )  # files -> columns -> tokens, once per machine
     labels = data.labels
 
     # Equal weights in every process, then sharded or copied to devices by the strategy
     model = toolkit.load_classifier(settings.model, labels, training.seed)
     optimizer = toolkit.make_optimizer(model, training)
-    model, optimizer, scheduler, steps = toolkit.prepare(accelerator, training, model, optimizer, data.train, tokenizer)
+    model, optimizer, scheduler, steps = toolkit.prepare(
+        accelerator, training, model, optimizer, data.train, tokenizer
+    )
     objective = toolkit.make_objective(settings, model, data)  # with a teacher, R-Drop, FGM, if set
 
-    def compute_metrics(logits: np.ndarray, truth: np.ndarray) -> dict[str, Any]:  # (N, C), (N,) or (N, C)
+    def compute_metrics(
+        logits: np.ndarray, truth: np.ndarray
+    ) -> dict[str, Any]:  # (N, C), (N,) or (N, C)
         return toolkit.classification_metrics(logits, truth, labels)
 
     @torch.no_grad()
@@ -55,17 +61,27 @@ def main() -> None:
 
     # Train: each step is one global batch, for any number of processes
     run = toolkit.Run(accelerator, settings, data, tokenizer, steps, compute_metrics, recipe="cls")
-    run.resume(model, optimizer, scheduler, evaluate)  # from the newest checkpoint of this run, if any
+    run.resume(
+        model, optimizer, scheduler, evaluate
+    )  # from the newest checkpoint of this run, if any
     for step in run.steps():
         model.train()
-        for batch in step.micro_batches(model):  # this process's; gradients are synchronised in the last one
+        for batch in step.micro_batches(
+            model
+        ):  # this process's; gradients are synchronised in the last one
             logits = model(**batch.inputs).logits  # (B, C)
-            accelerator.backward(step.mean(objective(batch, logits)))  # its share of the mean over the global batch
-        grad_norm = accelerator.clip_grad_norm_(model.parameters(), training.max_grad_norm or math.inf)
+            accelerator.backward(
+                step.mean(objective(batch, logits))
+            )  # its share of the mean over the global batch
+        grad_norm = accelerator.clip_grad_norm_(
+            model.parameters(), training.max_grad_norm or math.inf
+        )
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        run.after(step, grad_norm, evaluate)  # logs, evaluates, saves the best model and checkpoints, when due
+        run.after(
+            step, grad_norm, evaluate
+        )  # logs, evaluates, saves the best model and checkpoints, when due
     run.finish(evaluate)  # evaluates the best model, on test rows if there are any
 
 

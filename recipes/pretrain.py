@@ -32,39 +32,61 @@ def main() -> None:
     settings = config.parse(PretrainSettings, demo=DEMO, description=__doc__)
     training = settings.training
     accelerator = toolkit.start_accelerator(settings)
-    pretrained = with_new_tokens(settings.model, accelerator)  # its tokenizer, with the words of --init_new_tokens
-    tokenizer, data = toolkit.load_data(settings, accelerator, pretrained)  # files -> tokens, once per machine
+    pretrained = with_new_tokens(
+        settings.model, accelerator
+    )  # its tokenizer, with the words of --init_new_tokens
+    tokenizer, data = toolkit.load_data(
+        settings, accelerator, pretrained
+    )  # files -> tokens, once per machine
 
-    def loss_fn(logits: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:  # (N, V), (N,) -> (N,), of some tokens
+    def loss_fn(
+        logits: torch.Tensor, truth: torch.Tensor
+    ) -> torch.Tensor:  # (N, V), (N,) -> (N,), of some tokens
         return F.cross_entropy(logits.float(), truth, reduction="none")  # 0 for padding
 
     # Equal weights in every process, then sharded or copied to devices by the strategy
     model = load_masked_model(settings.model, tokenizer, loss_fn, training.seed)
     optimizer = toolkit.make_optimizer(model, training)
-    model, optimizer, scheduler, steps = toolkit.prepare(accelerator, training, model, optimizer, data.train, tokenizer)
+    model, optimizer, scheduler, steps = toolkit.prepare(
+        accelerator, training, model, optimizer, data.train, tokenizer
+    )
 
     @torch.no_grad()
     def evaluate(split: toolkit.Split) -> toolkit.Evaluation:
         model.eval()
         outputs = toolkit.Outputs(accelerator, split)  # each sample exactly once, with fixed masks
         for batch in toolkit.evaluation_batches(accelerator, split, tokenizer, steps.settings):
-            sums = model(**batch.inputs).logits.sum(dim=1)  # (B, 2): losses and correct tokens of each text
+            sums = model(**batch.inputs).logits.sum(
+                dim=1
+            )  # (B, 2): losses and correct tokens of each text
             outputs.add(accelerator.gather_for_metrics(batch.padded(sums)))
         return masked_evaluation(outputs, masked_metrics)
 
     # Train: each step is one global batch, and its loss the mean over the masked tokens of all its texts
-    run = toolkit.Run(accelerator, settings, data, tokenizer, steps, masked_metrics, recipe="pretrain")
-    run.resume(model, optimizer, scheduler, evaluate)  # from the newest checkpoint of this run, if any
+    run = toolkit.Run(
+        accelerator, settings, data, tokenizer, steps, masked_metrics, recipe="pretrain"
+    )
+    run.resume(
+        model, optimizer, scheduler, evaluate
+    )  # from the newest checkpoint of this run, if any
     for step in run.steps():
         model.train()
-        for batch in step.micro_batches(model):  # this process's; gradients are synchronised in the last one
-            losses = model(**batch.inputs).logits[..., 0].sum(dim=1)  # (B,): sums over each text's masked tokens
+        for batch in step.micro_batches(
+            model
+        ):  # this process's; gradients are synchronised in the last one
+            losses = (
+                model(**batch.inputs).logits[..., 0].sum(dim=1)
+            )  # (B,): sums over each text's masked tokens
             accelerator.backward(step.mean(losses))  # its share of the mean over the global batch
-        grad_norm = accelerator.clip_grad_norm_(model.parameters(), training.max_grad_norm or math.inf)
+        grad_norm = accelerator.clip_grad_norm_(
+            model.parameters(), training.max_grad_norm or math.inf
+        )
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        run.after(step, grad_norm, evaluate)  # logs, evaluates, saves the best model and checkpoints, when due
+        run.after(
+            step, grad_norm, evaluate
+        )  # logs, evaluates, saves the best model and checkpoints, when due
     run.finish(evaluate)  # evaluates the best model, on test rows if there are any
 
 

@@ -32,18 +32,34 @@ DEMO = Path(__file__).with_name("title_demo.yaml")
 
 def main() -> None:
     settings = config.parse(TitleSettings, demo=DEMO, description=__doc__)
-    training, generation, longest = settings.training, settings.generation, settings.data.max_target_length
+    training, generation, longest = (
+        settings.training,
+        settings.generation,
+        settings.data.max_target_length,
+    )
     accelerator = toolkit.start_accelerator(settings)
-    pretrained = toolkit.long_model(settings.model, settings.data.max_length, accelerator)  # positions for all tokens
-    tokenizer, data = toolkit.load_data(settings, accelerator, pretrained)  # texts and titles, once per machine
+    pretrained = toolkit.long_model(
+        settings.model, settings.data.max_length, accelerator
+    )  # positions for all tokens
+    tokenizer, data = toolkit.load_data(
+        settings, accelerator, pretrained
+    )  # texts and titles, once per machine
 
     # Equal weights in every process, then sharded or copied to devices by the strategy
-    model = load_title_model(settings.model, pretrained, generation, tokenizer, longest, training.seed)
+    model = load_title_model(
+        settings.model, pretrained, generation, tokenizer, longest, training.seed
+    )
     optimizer = toolkit.make_optimizer(model, training)
-    model, optimizer, scheduler, steps = toolkit.prepare(accelerator, training, model, optimizer, data.train, tokenizer)
+    model, optimizer, scheduler, steps = toolkit.prepare(
+        accelerator, training, model, optimizer, data.train, tokenizer
+    )
 
-    def loss_fn(logits: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:  # (B, T, V), (B, T) -> (B,)
-        return toolkit.token_losses(logits, truth, training.label_smoothing_factor)  # sums over each title's tokens
+    def loss_fn(
+        logits: torch.Tensor, truth: torch.Tensor
+    ) -> torch.Tensor:  # (B, T, V), (B, T) -> (B,)
+        return toolkit.token_losses(
+            logits, truth, training.label_smoothing_factor
+        )  # sums over each title's tokens
 
     def compute_metrics(titles: Sequence[str], references: Sequence[str]) -> dict[str, Any]:
         return title_metrics(titles, references, generation.rouge_segmenter)
@@ -51,27 +67,42 @@ def main() -> None:
     @torch.no_grad()
     def evaluate(split: toolkit.Split) -> toolkit.Evaluation:
         model.eval()
-        writer, outputs = Writer(accelerator, model), toolkit.Outputs(accelerator, split)  # each sample exactly once
+        writer, outputs = (
+            Writer(accelerator, model),
+            toolkit.Outputs(accelerator, split),
+        )  # each sample exactly once
         for batch in toolkit.evaluation_batches(accelerator, split, tokenizer, steps.settings):
-            encoded, mask = writer.encode(batch)  # encodes the texts once, for the loss and the search
+            encoded, mask = writer.encode(
+                batch
+            )  # encodes the texts once, for the loss and the search
             losses = loss_fn(writer.logits(batch, encoded, mask), batch.labels)  # (B,)
             titles = writer.write(encoded, mask)  # (B, T)
             outputs.add(accelerator.gather_for_metrics(batch.padded(losses, titles)))
         return title_evaluation(outputs, tokenizer, compute_metrics)
 
     # Train: each step is one global batch, and its loss the mean over the tokens of all its titles
-    run = toolkit.Run(accelerator, settings, data, tokenizer, steps, compute_metrics, recipe="title")
-    run.resume(model, optimizer, scheduler, evaluate)  # from the newest checkpoint of this run, if any
+    run = toolkit.Run(
+        accelerator, settings, data, tokenizer, steps, compute_metrics, recipe="title"
+    )
+    run.resume(
+        model, optimizer, scheduler, evaluate
+    )  # from the newest checkpoint of this run, if any
     for step in run.steps():
         model.train()
-        for batch in step.micro_batches(model):  # this process's; gradients are synchronised in the last one
+        for batch in step.micro_batches(
+            model
+        ):  # this process's; gradients are synchronised in the last one
             losses = loss_fn(model(**batch.inputs, use_cache=False).logits, batch.labels)  # (B,)
             accelerator.backward(step.mean(losses))  # its share of the mean over the global batch
-        grad_norm = accelerator.clip_grad_norm_(model.parameters(), training.max_grad_norm or math.inf)
+        grad_norm = accelerator.clip_grad_norm_(
+            model.parameters(), training.max_grad_norm or math.inf
+        )
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        run.after(step, grad_norm, evaluate)  # logs, evaluates, saves the best model and checkpoints, when due
+        run.after(
+            step, grad_norm, evaluate
+        )  # logs, evaluates, saves the best model and checkpoints, when due
     run.finish(evaluate)  # evaluates the best model, on test rows if there are any
 
 

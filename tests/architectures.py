@@ -35,22 +35,32 @@ ARCHITECTURES = {
     "RoBERTa": Architecture("RobertaForMaskedLM", "bpe", PADDED),
     "XLM-R": Architecture("XLMRobertaForMaskedLM", "unigram", PADDED),
     "ELECTRA": Architecture("ElectraForPreTraining", "wordpiece", {"embedding_size": 22}),
-    "ERNIE": Architecture("ErnieForMaskedLM", "wordpiece", {"use_task_id": True, "task_type_vocab_size": 3}),
+    "ERNIE": Architecture(
+        "ErnieForMaskedLM", "wordpiece", {"use_task_id": True, "task_type_vocab_size": 3}
+    ),
     "DistilBERT": Architecture("DistilBertForMaskedLM", "wordpiece"),
     "ALBERT": Architecture("AlbertForMaskedLM", "unigram", {"embedding_size": 22}),
     "DeBERTa-v2": Architecture(
         "DebertaV2ForMaskedLM", "unigram", {**DEBERTA, "conv_kernel_size": 3, "conv_act": "gelu"}
     ),
     "DeBERTa-v3": Architecture("DebertaV2ForMaskedLM", "unigram", DEBERTA),
-    "ModernBERT": Architecture("ModernBertForMaskedLM", "bpe", {"local_attention": 8, "num_hidden_layers": 4}),
-    "EuroBERT": Architecture("EuroBertForMaskedLM", "bpe", {"num_key_value_heads": 1, "mask_token_id": 4}),
+    "ModernBERT": Architecture(
+        "ModernBertForMaskedLM", "bpe", {"local_attention": 8, "num_hidden_layers": 4}
+    ),
+    "EuroBERT": Architecture(
+        "EuroBertForMaskedLM", "bpe", {"num_key_value_heads": 1, "mask_token_id": 4}
+    ),
     "NomicBERT": Architecture("NomicBertForMaskedLM", "wordpiece"),
     "UltraBERT": Architecture(
-        "UltrabertForMaskedLM", "wordpiece", {"sliding_window": 8, "num_hidden_layers": 3, "prediction_head_size": 22}
+        "UltrabertForMaskedLM",
+        "wordpiece",
+        {"sliding_window": 8, "num_hidden_layers": 3, "prediction_head_size": 22},
     ),
     "GTE": Architecture("GteForMaskedLM", "unigram"),
     "Longformer": Architecture("LongformerForMaskedLM", "bpe", {**PADDED, "attention_window": 16}),
-    "BigBird": Architecture("BigBirdForMaskedLM", "unigram", {"block_size": 4, "num_random_blocks": 1}),
+    "BigBird": Architecture(
+        "BigBirdForMaskedLM", "unigram", {"block_size": 4, "num_random_blocks": 1}
+    ),
     "Qwen3": Architecture("Qwen3ForCausalLM", "causal", QWEN),
     "Qwen3, LoRA": Architecture("Qwen3ForCausalLM", "causal", QWEN, ("--lora_r", 4)),
 }
@@ -63,7 +73,9 @@ def make_architecture(name: str, folder: Path, texts: Sequence[str]) -> Path:
     """Writes the model as its pretrained class is saved, with the tokenizer trained on `texts`."""
     architecture = ARCHITECTURES[name]
     tokenizer = make_tokenizer(architecture.tokenizer, texts)
-    if not hasattr(transformers, architecture.pretrained) and Version(transformers.__version__) < Version("5.20"):
+    if not hasattr(transformers, architecture.pretrained) and Version(
+        transformers.__version__
+    ) < Version("5.20"):
         pytest.skip(f"needs transformers 5.20 for {name}")
     kind = getattr(transformers, architecture.pretrained)
     special = () if architecture.tokenizer == "causal" else ("pad", "bos", "eos", "cls", "sep")
@@ -73,7 +85,9 @@ def make_architecture(name: str, folder: Path, texts: Sequence[str]) -> Path:
         torch.manual_seed(20240229)
         model = kind(config)
         for parameter in model.parameters():
-            parameter.mul_(3 if parameter.ndim > 1 else 1)  # attention prefers some tokens, as a pretrained model's
+            parameter.mul_(
+                3 if parameter.ndim > 1 else 1
+            )  # attention prefers some tokens, as a pretrained model's
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -82,21 +96,40 @@ def make_architecture(name: str, folder: Path, texts: Sequence[str]) -> Path:
 def make_tokenizer(kind: str, texts: Sequence[str]) -> Any:
     """At most 300 tokens, with the special tokens of such models; `causal` adds none to a text and pads on the left."""
     special = _SPECIAL.get(kind, ("<s>", "<pad>", "</s>", "<unk>", "<mask>"))
-    common: dict[str, Any] = {"vocab_size": 300, "special_tokens": list(special), "show_progress": False}
+    common: dict[str, Any] = {
+        "vocab_size": 300,
+        "special_tokens": list(special),
+        "show_progress": False,
+    }
     if kind == "wordpiece":
-        tokenizer, trainer = Tokenizer(models.WordPiece(unk_token="[UNK]")), trainers.WordPieceTrainer(**common)
-        tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+        tokenizer, trainer = (
+            Tokenizer(models.WordPiece(unk_token="[UNK]")),
+            trainers.WordPieceTrainer(**common),
+        )
+        tokenizer.normalizer, tokenizer.pre_tokenizer = (
+            normalizers.BertNormalizer(),
+            pre_tokenizers.BertPreTokenizer(),
+        )
     elif kind == "unigram":
-        tokenizer, trainer = Tokenizer(models.Unigram()), trainers.UnigramTrainer(unk_token="<unk>", **common)
+        tokenizer, trainer = (
+            Tokenizer(models.Unigram()),
+            trainers.UnigramTrainer(unk_token="<unk>", **common),
+        )
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     else:
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        tokenizer, trainer = Tokenizer(models.BPE()), trainers.BpeTrainer(initial_alphabet=alphabet, **common)
+        tokenizer, trainer = (
+            Tokenizer(models.BPE()),
+            trainers.BpeTrainer(initial_alphabet=alphabet, **common),
+        )
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.train_from_iterator(texts, trainer)
     if kind == "causal":
         return transformers.PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, pad_token=special[1], eos_token=special[2], padding_side="left"
+            tokenizer_object=tokenizer,
+            pad_token=special[1],
+            eos_token=special[2],
+            padding_side="left",
         )
     first, pad, last, unknown, mask = special
     tokenizer.post_processor = processors.TemplateProcessing(

@@ -18,8 +18,12 @@ from tests.runs import run_of
 from toolkit.utils import log
 
 # Set before any test module imports `datasets`, which reads its folder once; processes started by tests inherit it.
-_OURS = "TOOLKIT_TESTS_FOLDER" not in os.environ  # otherwise a process started by tests, or a second import
-_CACHE = Path(os.environ["TOOLKIT_TESTS_FOLDER"] if not _OURS else tempfile.mkdtemp(prefix="toolkit-tests-"))
+_OURS = (
+    "TOOLKIT_TESTS_FOLDER" not in os.environ
+)  # otherwise a process started by tests, or a second import
+_CACHE = Path(
+    os.environ["TOOLKIT_TESTS_FOLDER"] if not _OURS else tempfile.mkdtemp(prefix="toolkit-tests-")
+)
 os.environ.update(
     TOOLKIT_TESTS_FOLDER=str(_CACHE),
     TOOLKIT_CACHE=str(_CACHE / "toolkit"),
@@ -35,7 +39,9 @@ if (_worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_set
     if len(_cores) < 2 * int(os.environ["PYTEST_XDIST_WORKER_COUNT"]):
         os.sched_setaffinity(0, {_cores[int(_worker.removeprefix("gw")) % len(_cores)]})
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's `&` leaves it; what tests start would inherit it
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as a shell's `&` leaves it; what tests start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not log.logger.handlers:  # pytest has handlers of its own, and tests read stderr
@@ -48,7 +54,16 @@ pytest_plugins = ["tests.faults", "tests.hosts", "tests.prepared"]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that start several processes first, then others that start processes: they take longest, and no worker of
     several should wait for them at the end."""
-    units = ("checkpoint", "data", "evaluation", "launch", "models", "objective", "report", "training")
+    units = (
+        "checkpoint",
+        "data",
+        "evaluation",
+        "launch",
+        "models",
+        "objective",
+        "report",
+        "training",
+    )
     several = {item.path for item in items if item.get_closest_marker("multiprocess")}
     items.sort(key=lambda item: (item.path not in several, item.path.parent.name in units))
 
@@ -143,10 +158,14 @@ def write_rows(tmp_path: Path) -> Callable[..., str]:
         if kind == ".parquet":
             content = frame.to_parquet(index=False)
         elif kind in (".csv", ".tsv"):
-            content = frame.to_csv(index=False, sep="," if kind == ".csv" else "\t").encode(encoding)
+            content = frame.to_csv(index=False, sep="," if kind == ".csv" else "\t").encode(
+                encoding
+            )
         else:
             lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-            content = ("\n".join([*lines, ""]) if kind == ".jsonl" else f"[{', '.join(lines)}]").encode(encoding)
+            content = (
+                "\n".join([*lines, ""]) if kind == ".jsonl" else f"[{', '.join(lines)}]"
+            ).encode(encoding)
         path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
         return str(path)
 

@@ -42,7 +42,9 @@ def to_device(model: torch.nn.Module) -> torch.nn.Module:
             for name, weight in module._parameters.items():
                 module._parameters[name] = None if weight is None else fake(weight)
             for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else FAKE.from_tensor(buffer).to(DEVICE)
+                module._buffers[name] = (
+                    None if buffer is None else FAKE.from_tensor(buffer).to(DEVICE)
+                )
     return model
 
 
@@ -85,7 +87,9 @@ def pretend() -> None:
     torch.cuda.set_rng_state = lambda *state: None
     # it reads whether a gradient is infinite: the one synchronization of a step in fp16
     torch.amp.GradScaler._maybe_opt_step = (  # type: ignore[method-assign]
-        lambda scaler, optimizer, state, *arguments, **options: optimizer.step(*arguments, **options)
+        lambda scaler, optimizer, state, *arguments, **options: optimizer.step(
+            *arguments, **options
+        )
     )
     world.verify_world = lambda *words: None
     torch.Tensor.pin_memory = lambda tensor, *device: tensor  # type: ignore[method-assign]

@@ -58,7 +58,11 @@ CHINESE = """# 出故障时会怎样
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--faults", type=Path, help="run the tests that break something, and write their table to FILE")
+    parser.addoption(
+        "--faults",
+        type=Path,
+        help="run the tests that break something, and write their table to FILE",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
@@ -74,12 +78,24 @@ def fault(request: pytest.FixtureRequest, tmp_path: Path) -> Fault:
 
     def add(what: str, saw: str, lost: str = "nothing") -> None:
         lines = saw.strip().splitlines()
-        first = next((place for place, line in enumerate(lines) if "error: " in line), len(lines) - 1)
-        line = " ".join(map(str.strip, lines[first:] if lines[first].endswith(":") else [lines[first]]))
-        for path, name in ((str(tmp_path), "DIR"), (str(Path.cwd()), "HERE"), (platform.node(), "HOST")):
+        first = next(
+            (place for place, line in enumerate(lines) if "error: " in line), len(lines) - 1
+        )
+        line = " ".join(
+            map(str.strip, lines[first:] if lines[first].endswith(":") else [lines[first]])
+        )
+        for path, name in (
+            (str(tmp_path), "DIR"),
+            (str(Path.cwd()), "HERE"),
+            (platform.node(), "HOST"),
+        ):
             line = line.replace(path, name)
-        line = re.sub(r"[^\s'=]*/pytest-of-[^\s/]*/\S*?(?=/)", "DIR", line)  # other folders of the session
-        request.node.user_properties.append(("fault", (what, re.sub(r"^.*?(\[rank|error: )", r"\1", line), lost)))
+        line = re.sub(
+            r"[^\s'=]*/pytest-of-[^\s/]*/\S*?(?=/)", "DIR", line
+        )  # other folders of the session
+        request.node.user_properties.append(
+            ("fault", (what, re.sub(r"^.*?(\[rank|error: )", r"\1", line), lost))
+        )
 
     return add
 
@@ -98,8 +114,12 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Ite
                 found = found or [(report.nodeid, "", "")]
                 found = [(what, f"**the test {outcome}**", "unknown") for what, *_ in found]
             rows += [(*row, f"{report.duration:.1f}") for row in found]
-    rows = list({row[:3]: row for row in rows}.values())  # a fault that two ways of reading meet is one
-    packages = [f"{name} {version(name)}" for name in ("torch", "accelerate", "deepspeed", "transformers")]
+    rows = list(
+        {row[:3]: row for row in rows}.values()
+    )  # a fault that two ways of reading meet is one
+    packages = [
+        f"{name} {version(name)}" for name in ("torch", "accelerate", "deepspeed", "transformers")
+    ]
     facts = {"count": len(rows), "cores": os.cpu_count(), "versions": ", ".join(packages),
              "rows": "\n".join(map(_row, sorted(rows)))}  # fmt: skip
     for path, text in ((page, PAGE), (page.with_suffix(".zh.md"), CHINESE)):

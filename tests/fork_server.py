@@ -74,7 +74,9 @@ def serve(listener: socket.socket) -> None:
                 os.dup2(os.open(pipe if pipe.exists() else os.devnull, os.O_RDONLY), 0)
                 for number, name in enumerate(("out", "err"), 1):
                     os.dup2(os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
-                if request["largest_file"] is not None:  # writing beyond it fails (EFBIG: Python ignores the signal)
+                if (
+                    request["largest_file"] is not None
+                ):  # writing beyond it fails (EFBIG: Python ignores the signal)
                     resource.setrlimit(resource.RLIMIT_FSIZE, (request["largest_file"],) * 2)
                 if request["inside"] is not None:
                     enter(**request["inside"])
@@ -98,7 +100,9 @@ def enter(space: str, name: str, binds: Mapping[str, str]) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
 
     def call(function: str, *arguments: Any) -> None:
-        if getattr(libc, function)(*(os.fsencode(one) if isinstance(one, str) else one for one in arguments)):
+        if getattr(libc, function)(
+            *(os.fsencode(one) if isinstance(one, str) else one for one in arguments)
+        ):
             raise OSError(ctypes.get_errno(), f"{function}{arguments}")
 
     call("setns", os.open(f"/var/run/netns/{space}", os.O_RDONLY), 0x40000000)  # CLONE_NEWNET
@@ -114,7 +118,9 @@ def become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     """Continues as `python ...` would."""
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(
+                number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            )
     os.closerange(3, 1024)
     os.environ.clear()
     os.environ.update(env)
@@ -123,7 +129,9 @@ def become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
         sys.modules["torch"].set_num_threads(int(threads))
     if "TESTS_WITHOUT_PAGES" in env:  # the slowest parts of a short run
         summary: Any = sys.modules["toolkit.report.log"].RunSummary
-        summary.write_pages = functools.partialmethod(write_pages, summary.write_pages, env["TESTS_WITHOUT_PAGES"])
+        summary.write_pages = functools.partialmethod(
+            write_pages, summary.write_pages, env["TESTS_WITHOUT_PAGES"]
+        )
         if baselines := sys.modules.get("toolkit.features.baselines.feature"):
             baselines.FEATURE.results = lambda *_: ()
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
@@ -159,8 +167,16 @@ def write_pages(summary: Any, write: Any, names: str, best_step: int) -> None:
 
 def is_python(command: Any) -> bool:
     """A script, or a module with -m."""
-    words = [str(word) for word in command if word != "-u"] if isinstance(command, (list, tuple)) else []
-    return len(words) > 1 and words[0] == sys.executable and (words[1] == "-m" or words[1].endswith(".py"))
+    words = (
+        [str(word) for word in command if word != "-u"]
+        if isinstance(command, (list, tuple))
+        else []
+    )
+    return (
+        len(words) > 1
+        and words[0] == sys.executable
+        and (words[1] == "-m" or words[1].endswith(".py"))
+    )
 
 
 def execute_child(self: Any, args: Any, *others: Any) -> Any:
@@ -211,6 +227,8 @@ if __name__ == "__main__":
         del sys.modules[module]  # a test may write a module of that name
     subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
     # for torchrun's log it searches all modules, a second with so many imports
-    importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous").get_method_name = str
+    importlib.import_module(
+        "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
+    ).get_method_name = str
     gc.freeze()  # ZeRO-3 collects garbage at each start
     serve(unix_socket)

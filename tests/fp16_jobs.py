@@ -32,7 +32,9 @@ def emulated() -> Iterator[None]:
     from deepspeed.accelerator import get_accelerator
 
     kind, dtypes = type(get_accelerator()), [torch.float32, torch.bfloat16, torch.float16]
-    with mock.patch.multiple(kind, is_fp16_supported=lambda _: True, supported_dtypes=lambda _: dtypes):
+    with mock.patch.multiple(
+        kind, is_fp16_supported=lambda _: True, supported_dtypes=lambda _: dtypes
+    ):
         yield
 
 
@@ -40,7 +42,10 @@ def state_of(accelerator: Accelerator, optimizer: Any) -> dict[str, Any]:
     inner = optimizer.optimizer
     scale = accelerator.scaler.get_scale() if accelerator.scaler else inner.loss_scaler.cur_scale
     states = (inner if accelerator.scaler else inner.optimizer).state.values()
-    return {"scale": float(scale), "updates": sorted({int(state["step"]) for state in states if "step" in state})}
+    return {
+        "scale": float(scale),
+        "updates": sorted({int(state["step"]) for state in states if "step" in state}),
+    }
 
 
 def main() -> None:

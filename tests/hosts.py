@@ -70,11 +70,28 @@ class TwoHosts:
         for host, space in self._spaces.items():
             _ip("netns", "add", space)
             (_ETC / space).mkdir(parents=True, exist_ok=True)
-            names = [f"{'127.0.1.1' if one == host else ADDRESSES[one]} {NAMES[one]}\n" for one in HOSTS]
-            (_ETC / space / "hosts").write_text("".join(["127.0.0.1 localhost\n", *names]), encoding="utf-8")
+            names = [
+                f"{'127.0.1.1' if one == host else ADDRESSES[one]} {NAMES[one]}\n" for one in HOSTS
+            ]
+            (_ETC / space / "hosts").write_text(
+                "".join(["127.0.0.1 localhost\n", *names]), encoding="utf-8"
+            )
             (self._folder / host).mkdir()
         first, second = self._spaces.values()
-        _ip("link", "add", INTERFACE, "netns", first, "type", "veth", "peer", "name", INTERFACE, "netns", second)
+        _ip(
+            "link",
+            "add",
+            INTERFACE,
+            "netns",
+            first,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            INTERFACE,
+            "netns",
+            second,
+        )
         for host in HOSTS:
             self.ip(host, "link", "set", "lo", "up")
             self.ip(host, "addr", "add", f"{ADDRESSES[host]}/24", "dev", INTERFACE)
@@ -88,30 +105,57 @@ class TwoHosts:
         fork."""
         variables = {"TMPDIR": str(self._folder / host), **(env or {})}
         program, *words = map(str, command)
-        if self._forks and not fresh and (program == "accelerate" or (program == sys.executable and words[0] != "-c")):
+        if (
+            self._forks
+            and not fresh
+            and (program == "accelerate" or (program == sys.executable and words[0] != "-c"))
+        ):
             script = [Path(sys.executable).with_name(program)] if program == "accelerate" else []
             inside = {"space": self._spaces[host], "name": NAMES[host],
                       "binds": {str(path): str(source) for path, source in (binds or {}).items()}}  # fmt: skip
-            process = fork([*script, *words], {"TESTS_WITHOUT_PAGES": "", **variables}, inside=inside)
+            process = fork(
+                [*script, *words], {"TESTS_WITHOUT_PAGES": "", **variables}, inside=inside
+            )
         else:
-            mounts = [shlex.join(["mount", "--bind", str(source), str(path)]) for path, source in (binds or {}).items()]
+            mounts = [
+                shlex.join(["mount", "--bind", str(source), str(path)])
+                for path, source in (binds or {}).items()
+            ]
             prepare = [f"echo {NAMES[host]} > /proc/sys/kernel/hostname", *mounts, 'exec "$@"']
-            shell = ["unshare", "--uts", "--", "sh", "-ec", "\n".join(prepare), "sh", *map(str, command)]
+            shell = [
+                "unshare",
+                "--uts",
+                "--",
+                "sh",
+                "-ec",
+                "\n".join(prepare),
+                "sh",
+                *map(str, command),
+            ]
             process = begin(["ip", "netns", "exec", self._spaces[host], *shell], variables)
         self._started.append(process)
         return process
 
-    def run(self, host: str, command: Sequence[str | Path], seconds: float = 60, **options: Any) -> Finished:
+    def run(
+        self, host: str, command: Sequence[str | Path], seconds: float = 60, **options: Any
+    ) -> Finished:
         return self.start(host, command, **options).finish(seconds)
 
-    def start_both(self, commands: Mapping[str, Sequence[str | Path]], **options: Any) -> dict[str, Any]:
+    def start_both(
+        self, commands: Mapping[str, Sequence[str | Path]], **options: Any
+    ) -> dict[str, Any]:
         """Starts a command on each host; each of `options` is a mapping by host."""
         return {host: self.start(host, command, **{name: value.get(host) for name, value in options.items()})
                 for host, command in commands.items()}  # fmt: skip
 
-    def finish_both(self, started: Mapping[str, Process], seconds: float = 60) -> dict[str, Finished]:
+    def finish_both(
+        self, started: Mapping[str, Process], seconds: float = 60
+    ) -> dict[str, Finished]:
         deadline = time.monotonic() + seconds
-        return {host: process.finish(max(1.0, deadline - time.monotonic())) for host, process in started.items()}
+        return {
+            host: process.finish(max(1.0, deadline - time.monotonic()))
+            for host, process in started.items()
+        }
 
     def run_both(
         self, commands: Mapping[str, Sequence[str | Path]], seconds: float = 60, **options: Any
@@ -136,7 +180,15 @@ class TwoHosts:
     def silence(self) -> None:
         """Both interfaces stay up, but every packet is lost, as when a machine or a switch has died."""
         for host, other in (("a", "b"), ("b", "a")):
-            way = (ADDRESSES[other], "lladdr", _WRONG_HARDWARE_ADDRESS, "nud", "permanent", "dev", INTERFACE)
+            way = (
+                ADDRESSES[other],
+                "lladdr",
+                _WRONG_HARDWARE_ADDRESS,
+                "nud",
+                "permanent",
+                "dev",
+                INTERFACE,
+            )
             self.ip(host, "neigh", "replace", *way)
 
     def block(self, host: str, port: int) -> None:

@@ -46,13 +46,31 @@ def _make_tiny_model(folder: Path) -> None:
     import torch
     from transformers import BertConfig, BertModel, BertTokenizerFast
 
-    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *_CHINESE, *_PIECES, ".", ",", "!", "。", "，"]
+    vocabulary = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *_CHINESE,
+        *_PIECES,
+        ".",
+        ",",
+        "!",
+        "。",
+        "，",
+    ]
     vocabulary += [*(f"##{piece}" for piece in _PIECES), *_WORDS.split()]
     vocabulary += [f"[unused{number}]" for number in range(127 - len(vocabulary))]
     (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n", encoding="utf-8")
     tokenizer = BertTokenizerFast(vocab=str(folder / "vocab.txt"), model_max_length=131)
     assert len(tokenizer) == 127
-    sizes = {"hidden_size": 33, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 71}
+    sizes = {
+        "hidden_size": 33,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "intermediate_size": 71,
+    }
     config = BertConfig(vocab_size=127, max_position_embeddings=131, type_vocab_size=1, **sizes)
     with torch.random.fork_rng():
         torch.manual_seed(20240229)
@@ -74,7 +92,9 @@ def _make_sharp_model(folder: Path) -> None:
     shutil.copytree(tiny_model(), folder, dirs_exist_ok=True)
     weights = load_file(folder / "model.safetensors")
     for name, weight in weights.items():
-        if name.endswith(("query.weight", "key.weight", "value.weight", "attention.output.dense.weight")):
+        if name.endswith(
+            ("query.weight", "key.weight", "value.weight", "attention.output.dense.weight")
+        ):
             weight *= 20
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -100,7 +120,9 @@ def uneven_reviews() -> Path:
 
         table = pd.read_csv(reviews())
         table = table[(table["label"] == "neg") | (table.index % 5 == 0)]
-        table["tags"] = table["label"] + table["text"].str.contains("film").map({True: "|film", False: ""})
+        table["tags"] = table["label"] + table["text"].str.contains("film").map(
+            {True: "|film", False: ""}
+        )
         table["other"] = table["text"].iloc[::-1].str[:60].tolist()
         table.to_csv(folder / "rows.csv", index=False)
 
@@ -127,7 +149,10 @@ def write_rows(path: Path, kind: str, count: int = 61) -> Path:
 def labelled(kind: str, part: str) -> Path:
     """Rows of `write_rows` as a JSONL file: 61 to train on, 23 to test."""
     count = {"train": 61, "test": 23}[part]
-    return shared(f"{kind} {part}", lambda folder: write_rows(folder / "rows.jsonl", kind, count)) / "rows.jsonl"
+    return (
+        shared(f"{kind} {part}", lambda folder: write_rows(folder / "rows.jsonl", kind, count))
+        / "rows.jsonl"
+    )
 
 
 def long_reviews() -> Path:
@@ -172,7 +197,10 @@ def articles() -> Path:
 
         table = read_demo("demo:bbc")["train"].rows.shuffle(seed=7).select(range(60))
         rows = [
-            {"text": row["text"][: 600 + 100 * (place % 10)], "title": " ".join(row["title"].split()[: 1 + place % 7])}
+            {
+                "text": row["text"][: 600 + 100 * (place % 10)],
+                "title": " ".join(row["title"].split()[: 1 + place % 7]),
+            }
             for place, row in enumerate(table)
         ]
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]

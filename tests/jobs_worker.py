@@ -20,7 +20,11 @@ from toolkit import launch
 
 
 def run_jobs(
-    folder: Path, way: Sequence[str], jobs: Sequence[Sequence[Any]], seconds: float = 300, **options: Any
+    folder: Path,
+    way: Sequence[str],
+    jobs: Sequence[Sequence[Any]],
+    seconds: float = 300,
+    **options: Any,
 ) -> Finished:
     """Runs all jobs in the processes of `way`; each must succeed. Writes jobs.json to `folder`."""
     words = [write_jobs(folder, jobs), *way]
@@ -32,7 +36,9 @@ def run_named_jobs(
 ) -> dict[str, Path]:
     """Runs the jobs by `run_jobs`; returns the output folder of each, `root` / its name."""
     folders = {name: root / name for name in jobs}
-    run_jobs(root, way, [[*job, "--output_dir", folders[name]] for name, job in jobs.items()], **options)
+    run_jobs(
+        root, way, [[*job, "--output_dir", folders[name]] for name, job in jobs.items()], **options
+    )
     return folders
 
 

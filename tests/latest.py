@@ -17,20 +17,29 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FAST = ["-m", "not slow and not multiprocess and not namespaces and not gpu", "-p", "no:cacheprovider"]
+FAST = [
+    "-m",
+    "not slow and not multiprocess and not namespaces and not gpu",
+    "-p",
+    "no:cacheprovider",
+]
 
 
 def requirements() -> list[str]:
     """The requirements of pyproject.toml and of its extras, without references to the project's extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    lines = [
+        *project["dependencies"],
+        *(line for extra in project["optional-dependencies"].values() for line in extra),
+    ]
     return [line for line in lines if not line.startswith(project["name"])]
 
 
 def newest(torch: str) -> list[str]:
     """Requirements for pip: every dependency without its range; exact pins (data, jieba) stay."""
     open_lines = [
-        line if "==" in line.split(";")[0] else re.sub(r"[<>~=!][^;]*", "", line, count=1) for line in requirements()
+        line if "==" in line.split(";")[0] else re.sub(r"[<>~=!][^;]*", "", line, count=1)
+        for line in requirements()
     ]
     return [torch, *(line for line in open_lines if not re.match(r"torch\b", line))]
 
@@ -45,9 +54,17 @@ def oldest() -> list[str]:
 def changed_versions(python: Path) -> dict[str, tuple[str, str]]:
     """Package -> (version in constraints.txt, installed version), if they differ."""
     listed = subprocess.check_output([python, "-m", "pip", "list", "--format", "json"])
-    installed = {_name(package["name"]): package["version"].split("+")[0] for package in json.loads(listed)}
-    pins = re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), flags=re.M)
-    return {name: (pin, installed[_name(name)]) for name, pin in pins if installed.get(_name(name), pin) != pin}
+    installed = {
+        _name(package["name"]): package["version"].split("+")[0] for package in json.loads(listed)
+    }
+    pins = re.findall(
+        r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), flags=re.M
+    )
+    return {
+        name: (pin, installed[_name(name)])
+        for name, pin in pins
+        if installed.get(_name(name), pin) != pin
+    }
 
 
 def _name(package: str) -> str:
@@ -55,7 +72,9 @@ def _name(package: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--oldest", action="store_true")
     parser.add_argument("--torch", default="torch")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv-latest")
@@ -68,10 +87,18 @@ def main() -> int:
     pytest = [python, "-m", "pytest", "-rfE", "--tb=short", *(pytest_arguments or FAST)]
     code = subprocess.run(pytest, cwd=ROOT, check=False).returncode
     differing = changed_versions(python)
-    print("versions that differ from constraints.txt:" if differing else "all versions are those of constraints.txt")
+    print(
+        "versions that differ from constraints.txt:"
+        if differing
+        else "all versions are those of constraints.txt"
+    )
     for name, (pin, installed) in differing.items():
         print(f"  {name} {pin} -> {installed}")
-    print("what broke is listed above; docs/compatibility.md says where to look" if code else "nothing broke")
+    print(
+        "what broke is listed above; docs/compatibility.md says where to look"
+        if code
+        else "nothing broke"
+    )
     return code
 
 

@@ -71,7 +71,15 @@ FEW = [*TINY, "--train_file", inputs.uneven_reviews, "--text_column", "text", "-
        21, "--max_train_samples", 36, "--max_steps", 3, "--eval_every", 3]  # fmt: skip
 ONE_LABEL = [*FEW, "--label_column", "label"]
 SEVERAL_LABELS = [*FEW, "--label_column", "tags", "--problem_type", "multi_label_classification"]
-PAIRS = [*ONE_LABEL, "--model_name_or_path", inputs.masked_model, "--text_pair", "other", "--max_length", 120]
+PAIRS = [
+    *ONE_LABEL,
+    "--model_name_or_path",
+    inputs.masked_model,
+    "--text_pair",
+    "other",
+    "--max_length",
+    120,
+]
 # 48 texts of 100 to 1500 tokens. Attention is sparse above 704 tokens, and which tokens a text's attention reaches then
 # depends on how far its batch is padded: the micro-batches are the same ones on 1, 2 and 3 processes (6 of 2 texts)
 LONG = ["--model_name_or_path", inputs.sharp_model, *QUIET, "--train_file", partial(inputs.long_split, "train"),
@@ -214,7 +222,9 @@ class Way:
                 if not (reports / "result.json").exists():
                     self._execute(resolved, folder, reports, seconds)
         result = json.loads((reports / "result.json").read_text())
-        assert result["words"] == resolved, f"{name} is the name of two jobs: {resolved} and {result['words']}"
+        assert result["words"] == resolved, (
+            f"{name} is the name of two jobs: {resolved} and {result['words']}"
+        )
         if result["failure"]:
             raise JobError(f"{name} under {self.name}", *result["failure"])
         return folder
@@ -247,7 +257,9 @@ class Way:
                     return
             time.sleep(0.02)
 
-    def _failure(self, found: dict[int, dict[str, Any]], reports: Path) -> tuple[str, str, str] | None:
+    def _failure(
+        self, found: dict[int, dict[str, Any]], reports: Path
+    ) -> tuple[str, str, str] | None:
         """(class, message, details) of the first failure."""
         for report in found.values():
             if report["error"]:

@@ -21,14 +21,20 @@ def strategy_variables(config_file: str) -> dict[str, str]:
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-    arguments = launch_command_parser().parse_args(["--config_file", config_file, "--main_process_port", "0", "-"])
+    arguments = launch_command_parser().parse_args(
+        ["--config_file", config_file, "--main_process_port", "0", "-"]
+    )
     arguments, config, _ = _validate_launch_command(arguments)
     if not arguments.use_deepspeed:
         variables = prepare_multi_gpu_env(arguments)
     else:
         arguments.deepspeed_fields_from_accelerate_config = ",".join(config.deepspeed_config)
         variables = prepare_deepspeed_cmd_env(arguments)[1]
-    return {name: value for name, value in variables.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
+    return {
+        name: value
+        for name, value in variables.items()
+        if name.startswith(("ACCELERATE_", "FSDP_"))
+    }
 
 
 def run_job(job: dict[str, Any]) -> dict[str, str]:
@@ -39,7 +45,11 @@ def run_job(job: dict[str, Any]) -> dict[str, str]:
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             return {"error": "", "kind": "", "traceback": ""}
-        return {"error": str(error) or repr(error), "kind": type(error).__name__, "traceback": traceback.format_exc()}
+        return {
+            "error": str(error) or repr(error),
+            "kind": type(error).__name__,
+            "traceback": traceback.format_exc(),
+        }
     return {"error": "", "kind": "", "traceback": ""}
 
 
@@ -71,7 +81,9 @@ def main() -> None:
         os.dup2(log, 2)
         os.close(log)
         use_cores(job["cores"])
-        faulthandler.dump_traceback_later(job["seconds"], exit=True, file=2)  # a hanging rank ends by itself
+        faulthandler.dump_traceback_later(
+            job["seconds"], exit=True, file=2
+        )  # a hanging rank ends by itself
         report = run_job(job)
         reset()
         faulthandler.cancel_dump_traceback_later()

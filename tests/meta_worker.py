@@ -70,11 +70,17 @@ class Crossings(TorchDispatchMode):
         if self.part in self.notes and not where.startswith(("batches.py:", "plan.py:")):
             self.notes[self.part].append(f"{name} in {where}")
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
         result = function(*arguments, **(options or {}))
-        read = [each for each in tree_leaves((arguments, options)) if isinstance(each, torch.Tensor)]
+        read = [
+            each for each in tree_leaves((arguments, options)) if isinstance(each, torch.Tensor)
+        ]
         tensors = [*read, *(each for each in tree_leaves(result) if isinstance(each, torch.Tensor))]
-        if any(each.device == DEVICE for each in tensors) and any(_on_cpu(each, function) for each in read):
+        if any(each.device == DEVICE for each in tensors) and any(
+            _on_cpu(each, function) for each in read
+        ):
             self.note(function.name())
         return result
 
@@ -86,9 +92,14 @@ class Copies(TorchFunctionMode):
         super().__init__()
         self.crossings = crossings
 
-    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
         result = function(*arguments, **(options or {}))
-        if function in (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor) and result.device == DEVICE:
+        if (
+            function in (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
+            and result.device == DEVICE
+        ):
             self.crossings.note(function.__name__)
         return result
 
@@ -100,12 +111,16 @@ def _on_cpu(tensor: torch.Tensor, function: Any) -> bool:
 
 def _caller() -> str:
     frames = [frame for frame in traceback.extract_stack() if frame.filename != __file__]
-    frame = next(frame for frame in reversed(frames) if "/site-packages/torch/" not in frame.filename)
+    frame = next(
+        frame for frame in reversed(frames) if "/site-packages/torch/" not in frame.filename
+    )
     return f"{Path(frame.filename).name}:{frame.lineno}"
 
 
 def accelerator_on_device(*arguments: Any) -> Accelerator:
-    accelerator = make_accelerator(*arguments, device_placement=False)  # the model is on the device already
+    accelerator = make_accelerator(
+        *arguments, device_placement=False
+    )  # the model is on the device already
     move_to(DEVICE, accelerator)
     return accelerator
 
@@ -150,7 +165,11 @@ def in_mode(function: Any) -> Any:
 
 
 def trace(module: str, words: list[str | float]) -> dict[str, Any]:
-    recipe, crossings, sys.argv = importlib.import_module(module), Crossings(), [f"{module}.py", *map(str, words)]
+    recipe, crossings, sys.argv = (
+        importlib.import_module(module),
+        Crossings(),
+        [f"{module}.py", *map(str, words)],
+    )
 
     def steps_noted(steps: Steps) -> Iterator[Any]:
         with MODE, crossings:
@@ -206,7 +225,10 @@ def main() -> None:
     teacher.add_teacher_logits = on_cpu(teacher.add_teacher_logits)
     jobs = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     path = Path(sys.argv[2])
-    path.write_text(json.dumps({job: trace(*words[:1], words[1:]) for job, words in jobs.items()}), encoding="utf-8")
+    path.write_text(
+        json.dumps({job: trace(*words[:1], words[1:]) for job, words in jobs.items()}),
+        encoding="utf-8",
+    )
 
 
 if __name__ == "__main__":

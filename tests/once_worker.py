@@ -34,13 +34,18 @@ def main() -> None:
     accelerator = launch.make_accelerator("no")
     global_batch = per_device * accelerator.num_processes
     settings = TrainingSettings(
-        global_batch_size=global_batch, per_device_batch_size=per_device, num_train_epochs=1, learning_rate=1e-4
+        global_batch_size=global_batch,
+        per_device_batch_size=per_device,
+        num_train_epochs=1,
+        learning_rate=1e-4,
     )
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(model_path, num_labels=2)
     optimizer = torch.optim.AdamW(parameter_groups(model, 0.01), lr=1e-4)
-    schedule = make_schedule(settings, fake_split(2 * global_batch + 1, even=True), accelerator.num_processes)
+    schedule = make_schedule(
+        settings, fake_split(2 * global_batch + 1, even=True), accelerator.num_processes
+    )
     align_strategy(accelerator, model, optimizer, settings, schedule)
     model, optimizer = accelerator.prepare(model, optimizer)
     scheduler = make_scheduler(optimizer, settings, 1000)
@@ -57,9 +62,13 @@ def main() -> None:
                 rows, ids = found
                 assert ids.tolist() == split.rows.tolist(), (size, even, most, ids)
                 assert len(rows) == size
-                assert even or size < 3 or len(np.unique(rows, axis=0)) > 1  # outputs belong to samples
+                assert (
+                    even or size < 3 or len(np.unique(rows, axis=0)) > 1
+                )  # outputs belong to samples
         for bucketed, most in ((True, None), (False, _MOST_TOKENS)):
-            chosen = TrainingSettings(**{**vars(settings), "group_by_length": bucketed, "max_tokens_per_batch": most})
+            chosen = TrainingSettings(
+                **{**vars(settings), "group_by_length": bucketed, "max_tokens_per_batch": most}
+            )
             steps = Steps(accelerator, split, tokenizer, chosen)
             seen: list[int] = []
             model.train()
@@ -88,4 +97,6 @@ def fake_split(size: int, even: bool) -> Split:
     lengths = np.full(size, 6) if even else generator.integers(2, 17, size)
     flat = generator.integers(5, 40, lengths.sum()).astype(np.int32)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    return Split("test", Path(), flat, offsets, generator.integers(0, 2, size), np.arange(size) * 3 + 1)
+    return Split(
+        "test", Path(), flat, offsets, generator.integers(0, 2, size), np.arange(size) * 3 + 1
+    )

@@ -27,13 +27,21 @@ class ProcessGroup:
         self.lock = FileLock(folder / ".lock")
         """Held by the worker that uses the group."""
 
-    def run(self, recipe: str, words: list[str], reports: Path, seconds: float) -> dict[int, dict[str, Any]]:
+    def run(
+        self, recipe: str, words: list[str], reports: Path, seconds: float
+    ) -> dict[int, dict[str, Any]]:
         """Runs the `main` of a module with these arguments on all ranks. Returns what each rank has reported to the
         folder `reports`: `error` (the exception's text or empty), `kind` (its class) and `traceback`. A rank is missing
         that was killed, or did not end within `seconds`."""
         ranks = self._living() or self._start()
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-        job = {"recipe": recipe, "words": words, "reports": str(reports), "seconds": seconds, "cores": cores}
+        job = {
+            "recipe": recipe,
+            "words": words,
+            "reports": str(reports),
+            "seconds": seconds,
+            "cores": cores,
+        }
         for process in ranks:
             process.write_line(json.dumps(job))
         found = self._wait(ranks, reports, seconds)
@@ -41,12 +49,18 @@ class ProcessGroup:
             self.stop(ranks)
         return found
 
-    def _wait(self, ranks: list[Process], reports: Path, seconds: float) -> dict[int, dict[str, Any]]:
+    def _wait(
+        self, ranks: list[Process], reports: Path, seconds: float
+    ) -> dict[int, dict[str, Any]]:
         deadline = time.monotonic() + seconds
         while True:
-            ended = [process.poll() is not None for process in ranks]  # before the reports: one may report and end
+            ended = [
+                process.poll() is not None for process in ranks
+            ]  # before the reports: one may report and end
             files = {rank: reports / f"rank{rank}.json" for rank in range(len(ranks))}
-            found = {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
+            found = {
+                rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()
+            }
             if len(found) == len(ranks):
                 return found
             if any(report["error"] for report in found.values()) or any(ended):
@@ -66,7 +80,10 @@ class ProcessGroup:
 
     def _start(self) -> list[Process]:
         count = self._processes
-        script, env = ["tests/matrix_rank.py"], {"TESTS_WITHOUT_PAGES": self._pages, "OMP_NUM_THREADS": "1"}
+        script, env = (
+            ["tests/matrix_rank.py"],
+            {"TESTS_WITHOUT_PAGES": self._pages, "OMP_NUM_THREADS": "1"},
+        )
         if self._config_file is not None:
             script.append(self._config_file)
             env |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
@@ -75,7 +92,9 @@ class ProcessGroup:
         for rank in map(str, range(count)):
             place = {"RANK": rank, "LOCAL_RANK": rank} if self._config_file else {}
             ranks.append(fork(script, env | place, stdin=True))
-        self._started.write_text(json.dumps([(str(process.folder), process.pid) for process in ranks]))
+        self._started.write_text(
+            json.dumps([(str(process.folder), process.pid) for process in ranks])
+        )
         return ranks
 
     def stop(self, ranks: list[Process]) -> None:

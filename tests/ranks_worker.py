@@ -43,7 +43,9 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             name = func.__name__.split(".")[0].strip("_")
-            sizes = [tensor.nbytes for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)]
+            sizes = [
+                tensor.nbytes for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)
+            ]
             world = torch.distributed.get_world_size()
             whole = max(sizes, default=0) if "gather" in name or "scatter" in name else sum(sizes)
             self.bytes[name] += int(whole * (world - 1) / world * (2 if "allreduce" in name else 1))
@@ -60,7 +62,9 @@ def log_and_count(run: Run, step: Step, grad_norm: Any) -> StepMetrics:
     elif os.environ.get("LOCAL_RANK", "0") == "0":
         sent = sum(one.bytes_sent for one in psutil.net_io_counters(pernic=True).values())
         line = {"step": step.number, "asked": dict(_collectives.bytes), "sent": sent}
-        with (run.folder.path / f"sent-{socket.gethostname()}.jsonl").open("a", encoding="utf-8") as file:
+        with (run.folder.path / f"sent-{socket.gethostname()}.jsonl").open(
+            "a", encoding="utf-8"
+        ) as file:
             file.write(json.dumps(line) + "\n")
     if step.number == 1 and run.accelerator.is_main_process:
         seconds = time.time() - float(os.environ[_LAUNCHER])

@@ -33,7 +33,10 @@ from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "accelerate_configs"
-_FILES = {path.stem: ["--config_file", f"accelerate_configs/{path.name}"] for path in CONFIGS.glob("*.yaml")}
+_FILES = {
+    path.stem: ["--config_file", f"accelerate_configs/{path.name}"]
+    for path in CONFIGS.glob("*.yaml")
+}
 _THREE = ["--num_processes", "3"]
 # The arguments for each strategy.
 WAYS = {
@@ -50,7 +53,14 @@ CLASSIFIER = ("sklearn.metrics", "sklearn.linear_model", "toolkit.report.html", 
 """What a fork server imports for recipes/cls.py: no package of an extra."""
 _servers: list[subprocess.Popen[bytes]] = []
 _LAUNCHERS = ("accelerate", "deepspeed", "torchrun")
-_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TOOLKIT_LAUNCH")
+_LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TOOLKIT_LAUNCH",
+)
 
 
 def slow_but(cases: Iterable[Any], *quick: Any) -> list[Any]:
@@ -101,7 +111,9 @@ def port_of(command: Sequence[str | Path]) -> contextlib.AbstractContextManager[
 class Process:
     """A process in a new session, with its output in files. Leaving the context kills the session."""
 
-    def __init__(self, folder: Path, pid: int, poll: Callable[[], int | None], stdin: int = -1) -> None:
+    def __init__(
+        self, folder: Path, pid: int, poll: Callable[[], int | None], stdin: int = -1
+    ) -> None:
         self.pid, self.poll, self.folder = pid, poll, folder
         self._stdin = stdin
         self._lines_read = {"out": 0, "err": 0}
@@ -113,7 +125,9 @@ class Process:
             if time.monotonic() > deadline:
                 self.kill_session()
                 left = self.left()
-                raise AssertionError(f"it did not end in {seconds} s:\n{left.out[-3000:]}\n{left.err[-3000:]}")
+                raise AssertionError(
+                    f"it did not end in {seconds} s:\n{left.out[-3000:]}\n{left.err[-3000:]}"
+                )
             time.sleep(0.02)
         return code
 
@@ -146,7 +160,9 @@ class Process:
 
     def write_line(self, line: str = "go") -> None:
         """Writes a line to its standard input."""
-        pipe = os.open(self.folder / "in", os.O_RDWR)  # this worker may not be the one that started it
+        pipe = os.open(
+            self.folder / "in", os.O_RDWR
+        )  # this worker may not be the one that started it
         os.write(pipe, f"{line}\n".encode())
         os.close(pipe)
 
@@ -184,7 +200,9 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def begin(command: Sequence[str | Path], env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Process:
+def begin(
+    command: Sequence[str | Path], env: Mapping[str, str] | None = None, cwd: Path = ROOT
+) -> Process:
     folder = _new_folder()
     with (folder / "out").open("ab") as out, (folder / "err").open("ab") as err:
         process = subprocess.Popen(
@@ -231,14 +249,18 @@ def forked(folder: Path, pid: int, pipe: int = -1) -> Process:
 def _fork_server(imported: tuple[str, ...], early: tuple[tuple[str, str], ...]) -> Any:
     """A connection to the server for these imports and variables, which all workers of a session share."""
     name = hashlib.sha256(repr((imported, early)).encode()).hexdigest()[:8]
-    path = Path(os.environ.get("TOOLKIT_TESTS_FOLDER") or tempfile.mkdtemp()) / f"fork-server-{name}"
+    path = (
+        Path(os.environ.get("TOOLKIT_TESTS_FOLDER") or tempfile.mkdtemp()) / f"fork-server-{name}"
+    )
     client = socket.socket(socket.AF_UNIX)
     with FileLock(f"{path}.lock"):
         if client.connect_ex(str(path)):  # it has not started, or has ended
             path.unlink(missing_ok=True)
             command = [sys.executable, "tests/fork_server.py", path, *imported]
             env, none = {**environment(), **dict(early)}, subprocess.DEVNULL
-            _servers.append(server := subprocess.Popen(command, cwd=ROOT, env=env, stdin=none, stdout=none))
+            _servers.append(
+                server := subprocess.Popen(command, cwd=ROOT, env=env, stdin=none, stdout=none)
+            )
             while client.connect_ex(str(path)):
                 assert server.poll() is None
                 time.sleep(0.05)
@@ -268,7 +290,10 @@ def recipe(
 ) -> Finished:  # fmt: skip
     """Runs `python SCRIPT ARGUMENTS` in a fork. Without `pages` (all, or those of runs of these names) report.html is
     empty, and no model card and no baselines.json are written."""
-    variables = {**(env or {}), **({} if pages is True else {"TESTS_WITHOUT_PAGES": ",".join(pages or ())})}
+    variables = {
+        **(env or {}),
+        **({} if pages is True else {"TESTS_WITHOUT_PAGES": ",".join(pages or ())}),
+    }
     with fork([script, *arguments], variables, **options) as process:
         return process.finish(seconds)
 
@@ -312,7 +337,9 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def edit_json(path: Path, **changed: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changed), encoding="utf-8")
+    path.write_text(
+        json.dumps(json.loads(path.read_text(encoding="utf-8")) | changed), encoding="utf-8"
+    )
 
 
 def losses_of(folder: Path) -> list[float]:
@@ -320,7 +347,11 @@ def losses_of(folder: Path) -> list[float]:
 
 
 def assert_same_run(
-    run: Path, expected: Path, rel: float = 1e-5, probabilities: float | None = None, evaluations: float | None = None
+    run: Path,
+    expected: Path,
+    rel: float = 1e-5,
+    probabilities: float | None = None,
+    evaluations: float | None = None,
 ) -> None:
     """Each step and each evaluation once, with the same numbers; the same predictions, with probabilities that differ
     by at most `probabilities` where it is given. `evaluations`: for their losses, in place of `rel`."""
@@ -328,7 +359,9 @@ def assert_same_run(
         lines, wanted = lines_of(run / name), lines_of(expected / name)
         for key in ("step", "split", "confusion_matrix"):
             assert [line.get(key) for line in lines] == [line.get(key) for line in wanted]
-        assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in wanted], rel=differs)
+        assert [line["loss"] for line in lines] == pytest.approx(
+            [line["loss"] for line in wanted], rel=differs
+        )
     lines, wanted = lines_of(run / "predictions.jsonl"), lines_of(expected / "predictions.jsonl")
     for line, other in zip(lines, wanted, strict=True):
         assert (line["id"], line["prediction"]) == (other["id"], other["prediction"])
@@ -343,7 +376,9 @@ def digests(folder: Path) -> dict[str, str]:
         if path.is_symlink():
             contents[path.relative_to(folder).as_posix()] = str(path.readlink())
         elif path.is_file() and path.name != ".lock":
-            contents[path.relative_to(folder).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()
+            contents[path.relative_to(folder).as_posix()] = hashlib.sha256(
+                path.read_bytes()
+            ).hexdigest()
     return contents
 
 
@@ -355,7 +390,9 @@ def wait_until_stopped(process: Process, seconds: float = 120) -> None:
         time.sleep(0.01)
 
 
-def wait_for_steps(run: Path, steps: int = 1, processes: Iterable[Process] = (), seconds: float = 120) -> None:
+def wait_for_steps(
+    run: Path, steps: int = 1, processes: Iterable[Process] = (), seconds: float = 120
+) -> None:
     """Waits until `run` has logged `steps` steps; until then none of the processes may end."""
     metrics, deadline = run / "metrics.jsonl", time.monotonic() + seconds
     while not metrics.exists() or len(metrics.read_bytes().splitlines()) < steps:

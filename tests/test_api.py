@@ -29,7 +29,9 @@ MORE = (
 
 
 def examples() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.DOTALL)
+    return re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.DOTALL
+    )
 
 
 def test_all_names_exist_and_import_toolkit_is_light() -> None:
@@ -48,8 +50,12 @@ def runs(tiny_model: Path, reviews: Path, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("api")
     _, train, plain, notebook, _ = examples()
     for name, call in (("plain", plain), ("notebook", notebook)):
-        call = call.replace("bert-base-chinese", str(tiny_model)).replace("reviews.csv", str(reviews))
-        call = call.replace('"runs/mine"', f'"{folder / name}", {MORE}').replace(", num_train_epochs=2", "")
+        call = call.replace("bert-base-chinese", str(tiny_model)).replace(
+            "reviews.csv", str(reviews)
+        )
+        call = call.replace('"runs/mine"', f'"{folder / name}", {MORE}').replace(
+            ", num_train_epochs=2", ""
+        )
         call = call.replace("num_processes=2)", f'num_processes=2, use_port="{free_port()}")')
         script = folder / f"{name}.py"
         script.write_text(f'{train}\n\nif __name__ == "__main__":\n' + indent(call, "    "))
@@ -58,7 +64,9 @@ def runs(tiny_model: Path, reviews: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.multiprocess
-def test_parts_of_the_toolkit_in_another_loop(tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
+def test_parts_of_the_toolkit_in_another_loop(
+    tiny_model: Path, reviews: Path, tmp_path: Path
+) -> None:
     """Six steps in one process and in two, and the last three in one from the checkpoint of two: the same losses."""
     model = shutil.copytree(tiny_model, tmp_path / "model")
     edit_json(model / "config.json", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
@@ -67,7 +75,12 @@ def test_parts_of_the_toolkit_in_another_loop(tiny_model: Path, reviews: Path, t
     rows[:101].to_csv(tmp_path / "valid.csv", index=False)
     script = tmp_path / "own_loop.py"
     script.write_text(examples()[-1].replace("Accelerator()", "Accelerator(cpu=True)"))
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", "2", "--master_port"]
+    torchrun = [
+        str(Path(sys.executable).with_name("torchrun")),
+        "--nproc_per_node",
+        "2",
+        "--master_port",
+    ]
 
     def losses(folder: str, launcher: list[str]) -> list[float]:
         (tmp_path / folder).mkdir(exist_ok=True)
@@ -87,19 +100,26 @@ def test_parts_of_the_toolkit_in_another_loop(tiny_model: Path, reviews: Path, t
 @pytest.mark.multiprocess
 def test_a_notebook_trains_as_a_script_does(runs: Path) -> None:
     plain, notebook = runs / "plain", runs / "notebook"
-    worlds = [json.loads((run / "config.json").read_text())["world"]["num_processes"] for run in (plain, notebook)]
+    worlds = [
+        json.loads((run / "config.json").read_text())["world"]["num_processes"]
+        for run in (plain, notebook)
+    ]
     assert (worlds, len(losses_of(plain))) == ([1, 2], 6)
     assert losses_of(notebook) == pytest.approx(losses_of(plain), rel=1e-5)
     assert (notebook / "report.html").is_file()
 
 
 @pytest.mark.multiprocess
-def test_predict_evaluate_convert(runs: Path, reviews: Path, tmp_path: Path, no_launcher: None, capsys: Any) -> None:
+def test_predict_evaluate_convert(
+    runs: Path, reviews: Path, tmp_path: Path, no_launcher: None, capsys: Any
+) -> None:
     run = runs / "plain"
     first = examples()[0].replace("MODEL", f"{run}/model").replace("OUT", f"{tmp_path}/out")
     exec(first.replace("CHECKPOINT", f"{run}/checkpoints/best"), {})
     printed = capsys.readouterr().out.splitlines()
-    assert re.match(r"\[\{'prediction': '(neg|pos)', 'probabilities': \[0\.\d+, 0\.\d+\]\}, \{", printed[0])
+    assert re.match(
+        r"\[\{'prediction': '(neg|pos)', 'probabilities': \[0\.\d+, 0\.\d+\]\}, \{", printed[0]
+    )
     assert (tmp_path / "out" / "model.safetensors").is_file()
     rows = pd.read_csv(reviews)
     known = lines_of(run / "predictions.jsonl")
@@ -133,13 +153,17 @@ def test_texts_of_every_kind_are_predicted(model: Path, no_launcher: None) -> No
     pairs = [(text, "price") for text in texts]
     answers = toolkit.predict(model, pairs)
     assert answers == toolkit.predict(model, list(map(list, pairs)))
-    assert [line["probabilities"] for line in answers] != [line["probabilities"] for line in expected]
+    assert [line["probabilities"] for line in answers] != [
+        line["probabilities"] for line in expected
+    ]
     assert toolkit.predict(model, []) == []
     with pytest.warns(UserWarning, match=r"2 of 3 rows .*\(rows 2, 3\)"):
         assert len(toolkit.predict(model, ["good", " ", ""])) == 3
 
 
-def test_a_model_without_a_layer_of_its_config_is_not_loaded(model: Path, tmp_path: Path, no_launcher: None) -> None:
+def test_a_model_without_a_layer_of_its_config_is_not_loaded(
+    model: Path, tmp_path: Path, no_launcher: None
+) -> None:
     """As saved by a recipe that removes layers; transformers would initialize them randomly."""
     data: Any = SimpleNamespace(facts={"labels": ["a", "b"]})
     assert EXPLAIN.results(model.parent, None, data, None, None)

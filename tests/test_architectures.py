@@ -29,7 +29,10 @@ from toolkit.data.tokens import load_tokenizer
 from toolkit.features.predict.command import predict_file
 from toolkit.models.classifier import load_classifier, load_saved_classifier
 
-EVERY, FEW = tuple(ARCHITECTURES), ("ALBERT", "GTE", "Qwen3, LoRA")  # FEW: in the test that is not slow
+EVERY, FEW = (
+    tuple(ARCHITECTURES),
+    ("ALBERT", "GTE", "Qwen3, LoRA"),
+)  # FEW: in the test that is not slow
 # each way resumes the checkpoints of the one before it
 SHARDED = {"ddp x2": "single", "zero2 x2": "ddp x2", "zero3 x2": "zero2 x2", "fsdp2 x2": "zero3 x2"}
 COMMON = ["--text_column", "text", "--label_column", "label", "--text_pair", "other", "--dropout", 0, "--report_to",
@@ -59,15 +62,22 @@ def model_of(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Callable[[
 
 
 @pytest.fixture(scope="module")
-def runs_of(tmp_path_factory: pytest.TempPathFactory, model_of: Callable[[str], Path], rows: Path) -> Runs:
+def runs_of(
+    tmp_path_factory: pytest.TempPathFactory, model_of: Callable[[str], Path], rows: Path
+) -> Runs:
     """`runs_of("ddp x2", names)` -> the folder with NAME/plain for each architecture, NAME/resumed and, where
     all are asked for, NAME/bf16; the processes of a way are started once."""
 
     @functools.cache
     def run(way: str, names: tuple[str, ...]) -> Path:
         folder, jobs = tmp_path_factory.mktemp(way.replace(" ", "-")), []
-        resumed = folder if way == "single" else run(SHARDED[way] if names == EVERY else "single", names)
-        kinds = {FEW: (PLAIN,) if way == "single" else (PLAIN, RESUMED), EVERY: (PLAIN, RESUMED, BF16)}[names]
+        resumed = (
+            folder if way == "single" else run(SHARDED[way] if names == EVERY else "single", names)
+        )
+        kinds = {
+            FEW: (PLAIN,) if way == "single" else (PLAIN, RESUMED),
+            EVERY: (PLAIN, RESUMED, BF16),
+        }[names]
         for name in names:
             settings = ["--model_name_or_path", model_of(name), "--train_file", rows, *COMMON]
             for kind in kinds:
@@ -75,7 +85,9 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory, model_of: Callable[[str], 
                 more = ["--mixed_precision", "bf16" if kind == BF16 else "no"]
                 if kind == RESUMED:
                     more += ["--resume", resumed / name / PLAIN / "checkpoints" / "step-00000002"]
-                    more += ["--gradient_checkpointing"] if name != "ALBERT" else []  # which does not support it
+                    more += (
+                        ["--gradient_checkpointing"] if name != "ALBERT" else []
+                    )  # which does not support it
                 jobs.append(["recipes.cls", *settings, *out, *more])
         run_jobs(folder, WAYS[way], jobs, seconds=1200)
         return folder
@@ -99,18 +111,35 @@ def assert_converts(run: Path, out: Path) -> None:
     """The best checkpoint converts to the tensors of model/, which are those that transformers expects."""
     lora = (run / "adapter").exists()
     toolkit.convert(run / "checkpoints" / "best", out, merge_lora=lora)
-    expected, converted = load_file(run / "model" / "model.safetensors"), load_file(out / "model.safetensors")
+    expected, converted = (
+        load_file(run / "model" / "model.safetensors"),
+        load_file(out / "model.safetensors"),
+    )
     assert set(converted) == set(expected)
     for name, tensor in expected.items():
         torch.testing.assert_close(converted[name], tensor, rtol=0, atol=1e-6 if lora else 0)
     for folder in (out, run / "model"):
-        model, loading = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            folder, output_loading_info=True
+        )
         assert not any(loading.values()), loading
-        assert all(torch.equal(expected[name], tensor) for name, tensor in model.state_dict().items()) or lora
+        assert (
+            all(torch.equal(expected[name], tensor) for name, tensor in model.state_dict().items())
+            or lora
+        )
 
 
 def assert_predicts(run: Path, rows: Path, out: Path) -> None:
-    words = ["predict", run / "model", rows, "--output", out, "--overwrite", "--mixed_precision", "no"]
+    words = [
+        "predict",
+        run / "model",
+        rows,
+        "--output",
+        out,
+        "--overwrite",
+        "--mixed_precision",
+        "no",
+    ]
     predict_file(build_parser().parse_args([str(word) for word in words]))
     predicted = pandas.read_json(out, lines=True)["probabilities"]
     for line in lines_of(run / "predictions.jsonl"):
@@ -162,7 +191,9 @@ def test_the_table(runs_of: Runs) -> None:
         text = page.read_text(encoding="utf-8")
         rows = re.findall(r"^\| .* \|\n", text.rsplit("|---|", 1)[1], re.MULTILINE)
         if os.environ.get("TOOLKIT_WRITE_TABLE"):
-            text = re.sub(r"(?<=<!-- versions -->).*", used, text.replace("".join(rows), "".join(lines)))
+            text = re.sub(
+                r"(?<=<!-- versions -->).*", used, text.replace("".join(rows), "".join(lines))
+            )
             page.write_text(text, encoding="utf-8")
         else:
             assert [row.split("|")[1] for row in rows] == [line.split("|")[1] for line in lines]
@@ -174,14 +205,20 @@ def _cells(name: str, folders: dict[str, Path]) -> list[str]:
 
     def largest(runs: Sequence[Path]) -> str:
         pairs = [pair for run in runs for pair in zip(losses_of(run)[::-1], expected[::-1])]  # noqa: B905
-        return f"{max(abs(loss / other - 1) for loss, other in pairs):.0e}".replace("e-0", "e-").replace("0e+00", "0")
+        return f"{max(abs(loss / other - 1) for loss, other in pairs):.0e}".replace(
+            "e-0", "e-"
+        ).replace("0e+00", "0")
 
     exact = [largest([folders[way] / name / kind for kind in (PLAIN, RESUMED)]) for way in SHARDED]
     return [*exact, largest([folder / name / BF16 for folder in folders.values()])]
 
 
-@pytest.mark.parametrize("name", ["BERT", "GTE", "NomicBERT"])  # the last two have other names on the hub
-def test_saving_and_loading_weights(name: str, model_of: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["BERT", "GTE", "NomicBERT"]
+)  # the last two have other names on the hub
+def test_saving_and_loading_weights(
+    name: str, model_of: Callable[[str], Path], tmp_path: Path
+) -> None:
     accelerator = Accelerator(cpu=True)
     model, tokenizer = _loaded(model_of(name))
     expected = {key: tensor.clone() for key, tensor in model.state_dict().items()}
@@ -209,11 +246,16 @@ def test_hidden_states_and_attentions_are_those_of_transformers(name: str, tmp_p
     make_architecture(name, tmp_path, TEXTS * 20)
     attention = None if name == "BigBird" else "eager"  # which computes attention weights
     mine = _loaded(tmp_path, attn_implementation=attention)[0].eval()
-    theirs: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    theirs: Any = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, attn_implementation="eager"
+    ).eval()
     theirs.config.pad_token_id = mine.config.pad_token_id
     theirs.load_state_dict(mine.state_dict())
     ids = torch.arange(2 * 61).view(2, 61) % 15 + 5
-    inputs = {"input_ids": ids, "attention_mask": (torch.arange(61) < torch.tensor([[61], [40]])).long()}
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": (torch.arange(61) < torch.tensor([[61], [40]])).long(),
+    }
     if name == "BigBird":
         refusal(mine, **inputs, output_attentions=True, match="computes no attention weights")
         options = ["output_hidden_states"]
@@ -221,7 +263,9 @@ def test_hidden_states_and_attentions_are_those_of_transformers(name: str, tmp_p
         outputs, expected = (model(**inputs, **{option: True}) for model in (mine, theirs))
         key = option.removeprefix("output_")
         assert len(outputs[key]) == len(expected[key]) > 0
-        values = tuple(each[:, : ids.shape[1]] for each in expected[key])  # their BigBird's are padded to blocks
+        values = tuple(
+            each[:, : ids.shape[1]] for each in expected[key]
+        )  # their BigBird's are padded to blocks
         torch.testing.assert_close(outputs[key], values, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(outputs.logits, expected.logits, rtol=1e-4, atol=1e-5)
     # the input of a custom head
@@ -231,14 +275,24 @@ def test_hidden_states_and_attentions_are_those_of_transformers(name: str, tmp_p
 
 
 def test_unsupported_models(model_of: Callable[[str], Path], tmp_path: Path) -> None:
-    refusal(_loaded, model_of("ALBERT"), gradient_checkpointing=True, match="does not support --gradient_checkpointing")
+    refusal(
+        _loaded,
+        model_of("ALBERT"),
+        gradient_checkpointing=True,
+        match="does not support --gradient_checkpointing",
+    )
     folder = shutil.copytree(model_of("GTE"), tmp_path / "new")
-    auto_map = {"AutoConfig": "configuration.NewConfig", "AutoModelForSequenceClassification": "modeling.NewModel"}
+    auto_map = {
+        "AutoConfig": "configuration.NewConfig",
+        "AutoModelForSequenceClassification": "modeling.NewModel",
+    }
     edit_json(folder / "config.json", model_type="new", auto_map=auto_map)
     refusal(_loaded, folder, match="needs its own Python code, which is not executed")
 
 
-def test_a_decoder_pads_with_its_tokenizers_token(model_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_decoder_pads_with_its_tokenizers_token(
+    model_of: Callable[[str], Path], tmp_path: Path
+) -> None:
     """Its head reads the last token before padding."""
     model, tokenizer = _loaded(model_of("Qwen3"))
     assert AutoConfig.from_pretrained(model_of("Qwen3")).pad_token_id is None
@@ -254,5 +308,8 @@ def test_a_decoder_pads_with_its_tokenizers_token(model_of: Callable[[str], Path
     for other in (None, 5):
         model.config.pad_token_id = other
         model.save_pretrained(tmp_path)
-        for loaded in (load_saved_classifier(ModelSettings(model_name_or_path=str(tmp_path))), _loaded(tmp_path)[0]):
+        for loaded in (
+            load_saved_classifier(ModelSettings(model_name_or_path=str(tmp_path))),
+            _loaded(tmp_path)[0],
+        ):
             assert loaded.config.pad_token_id == tokenizer.pad_token_id != 5

@@ -76,15 +76,24 @@ def test_one_process(name: str, tmp_path: Path, tiny_model: Path, fault: Fault) 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ("name", "file"), [("unseen label", "ddp"), pytest.param("several faults at once", "zero2", marks=pytest.mark.slow)]
+    ("name", "file"),
+    [
+        ("unseen label", "ddp"),
+        pytest.param("several faults at once", "zero2", marks=pytest.mark.slow),
+    ],
 )
 def test_two_processes_say_it_once(name: str, file: str, tmp_path: Path, tiny_model: Path) -> None:
     way = ["--config_file", f"accelerate_configs/{file}.yaml"]
-    recipe(*way, *arguments_of(CASES[name], tmp_path, tiny_model)).says_in_one_line(*CASES[name].says)
+    recipe(*way, *arguments_of(CASES[name], tmp_path, tiny_model)).says_in_one_line(
+        *CASES[name].says
+    )
 
 
 def test_nothing_is_overwritten(tmp_path: Path, tiny_model: Path) -> None:
-    arguments, run = [*arguments_of(Case(()), tmp_path, tiny_model), "--report_to", "none"], tmp_path / "run"
+    arguments, run = (
+        [*arguments_of(Case(()), tmp_path, tiny_model), "--report_to", "none"],
+        tmp_path / "run",
+    )
     train(*arguments)
     before = digests(run)
     told = failed(*arguments)

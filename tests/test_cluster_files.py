@@ -55,9 +55,16 @@ def text_of(name: str) -> str:
 
 def test_kubernetes_has_every_field() -> None:
     job = yaml.safe_load(text_of("trainjob.yaml"))
-    assert models.TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job  # unknown fields are left out
-    for replica in yaml.safe_load(text_of("pytorchjob.yaml"))["spec"]["pytorchReplicaSpecs"].values():
-        assert models.IoK8sApiCoreV1PodTemplateSpec.from_dict(replica["template"]).to_dict() == replica["template"]
+    assert (
+        models.TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job
+    )  # unknown fields are left out
+    for replica in yaml.safe_load(text_of("pytorchjob.yaml"))["spec"][
+        "pytorchReplicaSpecs"
+    ].values():
+        assert (
+            models.IoK8sApiCoreV1PodTemplateSpec.from_dict(replica["template"]).to_dict()
+            == replica["template"]
+        )
 
 
 @pytest.mark.parametrize("name", BATCH_FILES)
@@ -72,7 +79,11 @@ def options_of(name: str) -> dict[str, str]:
     head = text_of(name).partition("set -euo")[0]  # sbatch stops at the first command
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", head, re.MULTILINE))
     assert text_of(name).count("#SBATCH") == len(options)
-    assert [option for option, value in options.items() if not re.fullmatch(OPTIONS[option] or "", value)] == []
+    assert [
+        option
+        for option, value in options.items()
+        if not re.fullmatch(OPTIONS[option] or "", value)
+    ] == []
     return options
 
 
@@ -89,23 +100,40 @@ def test_shards_match_the_tasks(tmp_path: Path) -> None:
     runs = [(["bash", "-c", batch], {"SLURM_ARRAY_TASK_ID": "64"}),
             ([*pod["command"], *pod["args"]], env | {"JOB_COMPLETION_INDEX": "63"})]  # fmt: skip
     for command, variables in runs:
-        done = subprocess.run(command, env=path | variables, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            command, env=path | variables, capture_output=True, text=True, check=True
+        )
         words = done.stdout.split()
         assert words[words.index("--shard") + 1] == "64/64"
         build_parser().parse_args(words)
 
 
-def start_batch(name: str, what: str, folder: Path, restarts: int = 0, **variables: str) -> subprocess.Popen[str]:
+def start_batch(
+    name: str, what: str, folder: Path, restarts: int = 0, **variables: str
+) -> subprocess.Popen[str]:
     (folder / "bin").mkdir()
     for command in ("srun", "scontrol"):
-        stub = STUB.format(log=folder / "log", folder=folder, what=what if command == "srun" else "nothing")
+        stub = STUB.format(
+            log=folder / "log", folder=folder, what=what if command == "srun" else "nothing"
+        )
         (folder / "bin" / command).write_text(stub, encoding="utf-8")
         (folder / "bin" / command).chmod(0o755)
-    text = text_of(name).replace("source .venv/bin/activate\n", "").replace("runs/reviews", str(folder / "run"))
+    text = (
+        text_of(name)
+        .replace("source .venv/bin/activate\n", "")
+        .replace("runs/reviews", str(folder / "run"))
+    )
     (folder / name).write_text(text, encoding="utf-8")
     job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_RESTART_COUNT": str(restarts)}
-    env = {**os.environ, **job, **variables, "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
-    return subprocess.Popen(["bash", folder / name], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+    env = {
+        **os.environ,
+        **job,
+        **variables,
+        "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+    }
+    return subprocess.Popen(
+        ["bash", folder / name], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True
+    )
 
 
 # case -> (what the job does, restarts so far, exit code, requeued)
@@ -128,7 +156,9 @@ def test_when_a_job_is_requeued(how: str, name: str, tmp_path: Path) -> None:
         while not ((tmp_path / "here").exists() and has_trap):
             assert time.monotonic() < deadline
             time.sleep(0.02)
-            (caught,) = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())
+            (caught,) = re.findall(
+                r"SigCgt:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text()
+            )
             has_trap = bool(int(caught, 16) >> (signal.SIGUSR1 - 1) & 1)
         process.send_signal(signal.SIGUSR1)
     error = process.communicate(timeout=30)[1]
@@ -139,21 +169,32 @@ def test_when_a_job_is_requeued(how: str, name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("nodes", "peers"), [("1", ""), ("2", " --peers gpu03,gpu04")])
 def test_doctor_of_any_number_of_nodes(nodes: str, peers: str, tmp_path: Path) -> None:
-    process = start_batch("slurm-srun.sbatch", "finishes", tmp_path, DOCTOR="yes", SLURM_JOB_NUM_NODES=nodes)
+    process = start_batch(
+        "slurm-srun.sbatch", "finishes", tmp_path, DOCTOR="yes", SLURM_JOB_NUM_NODES=nodes
+    )
     assert process.communicate(timeout=30)[1] == ""
     lines = (tmp_path / "log").read_text(encoding="utf-8").splitlines()
-    assert f"srun --cpus-per-task=1 --ntasks={nodes} --ntasks-per-node=1 toolkit doctor{peers}" in lines
+    assert (
+        f"srun --cpus-per-task=1 --ntasks={nodes} --ntasks-per-node=1 toolkit doctor{peers}"
+        in lines
+    )
 
 
 def started_by(name: str, folder: Path) -> list[str]:
     """The arguments of `python` in the batch file's srun."""
     start_batch(name, "stops", folder).communicate(timeout=30)
-    line = next(line for line in (folder / "log").read_text(encoding="utf-8").splitlines() if " python " in line)
+    line = next(
+        line
+        for line in (folder / "log").read_text(encoding="utf-8").splitlines()
+        if " python " in line
+    )
     return line.partition(" python ")[2].split()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_each_node_of_a_slurm_job_starts_its_part(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_node_of_a_slurm_job_starts_its_part(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pretend_network(monkeypatch, ["10.0.0.9"])
     script, *words = started_by("slurm-accelerate.sbatch", tmp_path)
     options, rest = split_arguments(words)
@@ -168,7 +209,12 @@ def test_each_task_of_a_slurm_job_knows_its_rank(tmp_path: Path) -> None:
     env = {"SLURM_PROCID": "11", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "3", "SLURM_NODEID": "1",
            "SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_JOB_ID": "77", "MASTER_ADDR": "gpu03"}  # fmt: skip
     place = set_torch_variables(env)
-    assert (place.rank, place.local_rank, place.local_world_size, place.world_size) == (11, 3, 8, 16)
+    assert (place.rank, place.local_rank, place.local_world_size, place.world_size) == (
+        11,
+        3,
+        8,
+        16,
+    )
     assert "export MASTER_ADDR=$(scontrol show hostnames" in text_of("slurm-srun.sbatch")
 
 
@@ -176,18 +222,28 @@ def pod_of(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """(container, pod) of a job."""
     spec = yaml.safe_load(text_of(name))["spec"]
     if name == "pytorchjob.yaml":
-        master, worker = (spec["pytorchReplicaSpecs"][kind]["template"]["spec"] for kind in ("Master", "Worker"))
+        master, worker = (
+            spec["pytorchReplicaSpecs"][kind]["template"]["spec"] for kind in ("Master", "Worker")
+        )
         assert master == worker
-        return {**master["containers"][0], "nodes": 2, "processes": int(spec["nprocPerNode"])}, master
+        return {
+            **master["containers"][0],
+            "nodes": 2,
+            "processes": int(spec["nprocPerNode"]),
+        }, master
     trainer = spec["trainer"]
-    patch = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
+    patch = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][
+        0
+    ]
     pod = patch["template"]["spec"]["template"]["spec"]
     container = {**trainer, **pod["containers"][0], "resources": trainer["resourcesPerNode"]}
     return {**container, "nodes": trainer["numNodes"], "processes": trainer["numProcPerNode"]}, pod
 
 
 @pytest.mark.parametrize("name", ["pytorchjob.yaml", "trainjob.yaml"])
-def test_pods_share_a_volume_and_use_each_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pods_share_a_volume_and_use_each_gpu(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     container, pod = pod_of(name)
     claim = yaml.safe_load(text_of("volume.yaml"))
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
@@ -198,13 +254,20 @@ def test_pods_share_a_volume_and_use_each_gpu(name: str, tmp_path: Path, monkeyp
     assert container["command"][1].endswith("/docs/cluster/pod.sh")
     assert container["resources"]["limits"]["nvidia.com/gpu"] == container["processes"]
 
-    env = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "reviews-0"}
+    env = {
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "8",
+        "PET_NODE_RANK": "1",
+        "PET_MASTER_ADDR": "reviews-0",
+    }
     env |= {entry["name"]: entry["value"] for entry in container["env"]}
     arguments = [word.replace("/shared", str(tmp_path)) for word in container["args"]]
     starts_rank_one_of_sixteen(["bash", FOLDER / "pod.sh", *arguments], env, tmp_path, monkeypatch)
 
 
-def test_a_skypilot_task_starts_a_process_for_each_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_skypilot_task_starts_a_process_for_each_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the variables of SkyPilot's manual (Distributed Jobs on Many Nodes)."""
     task = yaml.safe_load(text_of("skypilot.yaml"))
     gpus = task["resources"]["accelerators"].partition(":")[2]
@@ -216,7 +279,10 @@ def test_a_skypilot_task_starts_a_process_for_each_gpu(tmp_path: Path, monkeypat
 
 
 def starts_rank_one_of_sixteen(
-    command: Sequence[str | Path], env: Mapping[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch
+    command: Sequence[str | Path],
+    env: Mapping[str, str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log = folder / "arguments"
     python = folder / "python"
@@ -228,4 +294,8 @@ def starts_rank_one_of_sixteen(
     pretend_network(monkeypatch, ["10.0.0.9"])
     options, rest = split_arguments(words)
     request = plan_launch(options, [script, *rest], {})
-    assert (request.machines.rank, request.machines.first, request.processes) == (1, "reviews-0", 16)
+    assert (request.machines.rank, request.machines.first, request.processes) == (
+        1,
+        "reviews-0",
+        16,
+    )

@@ -14,7 +14,11 @@ from toolkit.config.parse import _OTHER_NAMES, fields_of
 from toolkit.errors import UserError
 
 NAMED = ["--train_file", "t.csv", "--model_name_or_path", "m"]
-ALL_NAMES = [field.name for section in sections_of(TaskSettings).values() for field in dataclasses.fields(section)]
+ALL_NAMES = [
+    field.name
+    for section in sections_of(TaskSettings).values()
+    for field in dataclasses.fields(section)
+]
 RECIPE_FILES = sorted((REPOSITORY / "recipes").glob("*.yaml"))
 
 
@@ -74,7 +78,9 @@ def test_forms_of_the_command_line_and_of_yaml(
     assert flat(parse(TaskSettings, arguments))[name] == value
 
 
-def test_unknown_names_of_file_and_command_line_come_with_the_nearest(yaml_file: Callable[..., str]) -> None:
+def test_unknown_names_of_file_and_command_line_come_with_the_nearest(
+    yaml_file: Callable[..., str],
+) -> None:
     path = yaml_file("sead: 1\nlearnin_rate: 1\nlr_scheduler_type: linnear\n")
     wrong = ["--seed", "x", "--max_length", "1", "--dropout", "1.0", "--test_file"]
     given = [path, "--max-length", "5", "--batchsize=3", "--zzz", "9", "stray", *NAMED, *wrong]
@@ -95,7 +101,10 @@ def test_unknown_names_of_file_and_command_line_come_with_the_nearest(yaml_file:
     [
         *(("seed", value) for value in ("-1", "3.5", "", "2147483648")),
         *(("learning_rate", value) for value in ("0", "-1e-5", "nan", "inf")),
-        *((name, "0") for name in ("global_batch_size", "per_device_batch_size", "max_steps", "eval_every")),
+        *(
+            (name, "0")
+            for name in ("global_batch_size", "per_device_batch_size", "max_steps", "eval_every")
+        ),
         *(("validation_split", value) for value in "01"),
         ("num_train_epochs", "inf"),
         ("validation_file", ""),
@@ -116,7 +125,9 @@ def test_unknown_names_of_file_and_command_line_come_with_the_nearest(yaml_file:
         ),
     ],
 )
-def test_wrong_values_name_the_setting(yaml_file: Callable[..., str], name: str, value: str) -> None:
+def test_wrong_values_name_the_setting(
+    yaml_file: Callable[..., str], name: str, value: str
+) -> None:
     given = [yaml_file(value)] if ": " in value else [f"--{name}", value]
     message = rf"--{name} '?{re.escape(value.partition(': ')[2].replace('null', 'None'))}"
     refusal(parse, TaskSettings, given, match=message)
@@ -133,7 +144,9 @@ def test_files_that_are_not_settings(yaml_file: Callable[..., str], text: str, p
     refusal(parse, TaskSettings, [path], says=[part, path])
 
 
-def test_the_file_must_be_there_and_come_first(yaml_file: Callable[..., str], tmp_path: Path) -> None:
+def test_the_file_must_be_there_and_come_first(
+    yaml_file: Callable[..., str], tmp_path: Path
+) -> None:
     assert "there is no settings file" in fault_of([str(tmp_path / "no.yaml")])
     assert "not a YAML file" in fault_of([str(tmp_path / "my.csv")])
     (tmp_path / "gbk.yaml").write_bytes("text_column: 内容\n".encode("gb18030"))
@@ -166,7 +179,9 @@ CONTRADICTIONS = [
 
 
 @pytest.mark.parametrize(("names", "given"), CONTRADICTIONS)
-def test_contradictions_name_both_settings(names: tuple[str, str], given: dict[str, object]) -> None:
+def test_contradictions_name_both_settings(
+    names: tuple[str, str], given: dict[str, object]
+) -> None:
     refusal(build, TaskSettings, given, says=[f"--{name}" for name in names])
 
 
@@ -185,7 +200,9 @@ def test_the_demo_fills_what_was_not_given_where_no_data_and_no_model_is_named(d
      ("model_name_or_path", "train_file", "test_file"), ("validation_file", "train_file", "dataset_name"),
      ("test_file", "train_file", "dataset_name")],
 )  # fmt: skip
-def test_a_half_of_a_job_is_not_mixed_with_the_demo(given: str, lacks: str, silent: str, demo: Path) -> None:
+def test_a_half_of_a_job_is_not_mixed_with_the_demo(
+    given: str, lacks: str, silent: str, demo: Path
+) -> None:
     fault = fault_of([f"--{given}", "x"], demo)
     assert f"--{lacks}" in fault
     assert f"--{silent}" not in fault
@@ -205,7 +222,9 @@ def test_names_are_unique_over_the_sections_and_described(task: str) -> None:
     fields = [field for section in sections for field in fields_of(section).items()]
     assert sorted(flat(build(tasks()[task], {}))) == sorted(name for name, _ in fields)
     assert [name for name, field in fields if not field.description] == []
-    assert len({section.__doc__ for section in sections}) == len(sections)  # --help groups them by it
+    assert len({section.__doc__ for section in sections}) == len(
+        sections
+    )  # --help groups them by it
 
 
 def test_help_lists_all_settings_with_their_docstrings(capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,4 +254,6 @@ def test_every_shipped_settings_file_parses(path: Path) -> None:
 
 def test_other_trainers_names_lead_to_settings_that_exist() -> None:
     assert set(_OTHER_NAMES.values()) <= set(ALL_NAMES)
-    assert "(did you mean per_device_batch_size?)" in fault_of(["--per_device_train_batch_size", "8"])
+    assert "(did you mean per_device_batch_size?)" in fault_of(
+        ["--per_device_train_batch_size", "8"]
+    )

@@ -59,14 +59,21 @@ def test_the_average_is_evaluated_and_saved() -> None:
     """Compared with the average of the weights in the checkpoints of steps 1 to 3."""
     folder = run("single", "weights", "each step", "--max_steps", 3, "--eval_every", 3, "--checkpoint_every", 1,
                  "--keep_checkpoints", 9)  # fmt: skip
-    weights = [load_file(folder / f"checkpoints/step-{step:08d}/weights.safetensors") for step in range(1, 4)]
+    weights = [
+        load_file(folder / f"checkpoints/step-{step:08d}/weights.safetensors")
+        for step in range(1, 4)
+    ]
     saved_model = load_file(folder / "model" / "model.safetensors")
     for name, first in weights[0].items():
         expected = first
         for step in (2, 3):
-            expected = torch.lerp(expected, weights[step - 1][name], 1 - min(0.6, (1 + step) / (10 + step)))
+            expected = torch.lerp(
+                expected, weights[step - 1][name], 1 - min(0.6, (1 + step) / (10 + step))
+            )
         torch.testing.assert_close(saved_model[name], expected, rtol=1e-6, atol=1e-7)
-        assert name == "bert.embeddings.word_embeddings.weight" or not torch.equal(saved_model[name], weights[2][name])
+        assert name == "bert.embeddings.word_embeddings.weight" or not torch.equal(
+            saved_model[name], weights[2][name]
+        )
 
 
 def test_what_is_logged_and_in_the_pages() -> None:
@@ -74,7 +81,9 @@ def test_what_is_logged_and_in_the_pages() -> None:
     assert "rows of each class in train: neg " in runs("single").log("weights")
     for page in ("model/README.md", "report.html"):
         assert "Loss (weighted" in (folder / page).read_text(encoding="utf-8")
-    assert "RMSprop" in (runs("single")["rmsprop"] / "model" / "README.md").read_text(encoding="utf-8")
+    assert "RMSprop" in (runs("single")["rmsprop"] / "model" / "README.md").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.multiprocess

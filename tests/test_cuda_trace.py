@@ -13,7 +13,8 @@ pytestmark = [
     pytest.mark.timeout(1800),  # the first import of a CUDA build reads gigabytes
     pytest.mark.slow,
     pytest.mark.skipif(
-        torch.version.cuda is None or torch.cuda.is_available(), reason="needs a CUDA build of torch, and no GPU"
+        torch.version.cuda is None or torch.cuda.is_available(),
+        reason="needs a CUDA build of torch, and no GPU",
     ),
 ]
 # without FGM and flex_attention: their forward passes compute gradients, which needs the driver
@@ -34,7 +35,9 @@ JOBS: dict[str, tuple[str, list[Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def notes(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, files: dict[str, Path]) -> dict[str, Any]:
+def notes(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, files: dict[str, Path]
+) -> dict[str, Any]:
     jobs = {
         f"{job}, {precision}": (name, tiny_model, [*words, "--mixed_precision", precision])
         for job, (name, words) in JOBS.items()
@@ -45,6 +48,8 @@ def notes(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, files: dic
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "no"])
 @pytest.mark.parametrize("job", JOBS)
-def test_a_step_and_an_evaluation_stay_on_cuda(job: str, precision: str, notes: dict[str, Any]) -> None:
+def test_a_step_and_an_evaluation_stay_on_cuda(
+    job: str, precision: str, notes: dict[str, Any]
+) -> None:
     noted = notes[f"{job}, {precision}"]
     assert noted == CLEAN, noted["error"]

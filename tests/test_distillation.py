@@ -38,10 +38,15 @@ def teacher() -> Path:
 def make_teacher(folder: Path) -> None:
     """A tiny classifier whose answers depend on the text, with its classes in another order than the data's."""
     torch.manual_seed(5)
-    model = AutoModelForSequenceClassification.from_pretrained(inputs.sharp_model(), num_labels=2).eval()
+    model = AutoModelForSequenceClassification.from_pretrained(
+        inputs.sharp_model(), num_labels=2
+    ).eval()
     tokenizer = AutoTokenizer.from_pretrained(inputs.tiny_model())
     texts = tokenizer(
-        list(pd.read_csv(inputs.reviews())["text"][:50]), padding=True, truncation=True, return_tensors="pt"
+        list(pd.read_csv(inputs.reviews())["text"][:50]),
+        padding=True,
+        truncation=True,
+        return_tensors="pt",
     )
     with torch.no_grad():
         logits = model(**texts).logits
@@ -59,30 +64,48 @@ JOB = [*TINY, "--train_file", inputs.reviews, "--per_device_batch_size", 4, "--g
 
 
 @pytest.fixture
-def add_logits(no_launcher: None, toolkit_cache: Path, teacher: Path, reviews: Path, tiny_model: Path) -> Any:
+def add_logits(
+    no_launcher: None, toolkit_cache: Path, teacher: Path, reviews: Path, tiny_model: Path
+) -> Any:
     """Accelerator -> (data with the teacher's logits, tokenizer)."""
-    options = {"model_name_or_path": str(tiny_model), "train_file": str(reviews), "teacher": str(teacher)}
+    options = {
+        "model_name_or_path": str(tiny_model),
+        "train_file": str(reviews),
+        "teacher": str(teacher),
+    }
     settings = build(TaskSettings, options)
     tokenizer = load_tokenizer(settings.model)
     data = prepare_data(settings, tokenizer, load_config(settings.model))
-    return lambda accelerator: (add_teacher_logits(accelerator, settings, data, tokenizer), tokenizer)
+    return lambda accelerator: (
+        add_teacher_logits(accelerator, settings, data, tokenizer),
+        tokenizer,
+    )
 
 
-def test_each_row_has_the_teachers_logits_matched_by_class_name(add_logits: Any, teacher: Path, reviews: Path) -> None:
+def test_each_row_has_the_teachers_logits_matched_by_class_name(
+    add_logits: Any, teacher: Path, reviews: Path
+) -> None:
     data, tokenizer = add_logits(Accelerator(cpu=True))
     logits_of_rows = data.train.columns["teacher"]
-    model, texts = AutoModelForSequenceClassification.from_pretrained(teacher).eval(), pd.read_csv(reviews)["text"]
+    model, texts = (
+        AutoModelForSequenceClassification.from_pretrained(teacher).eval(),
+        pd.read_csv(reviews)["text"],
+    )
     assert logits_of_rows is not None
     assert len(logits_of_rows) == len(data.train)
     for place in (0, 17, len(logits_of_rows) - 1):
-        encoded = tokenizer(texts[int(data.train.rows[place])], truncation=True, max_length=131, return_tensors="pt")
+        encoded = tokenizer(
+            texts[int(data.train.rows[place])], truncation=True, max_length=131, return_tensors="pt"
+        )
         with torch.no_grad():
             pos, neg = model(**encoded).logits[0].tolist()
         assert data.labels.names == ("neg", "pos")
         assert logits_of_rows[place].tolist() == pytest.approx([neg, pos], rel=1e-4, abs=1e-4)
 
 
-def test_the_teachers_precision_is_the_runs_under_deepspeed(add_logits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_teachers_precision_is_the_runs_under_deepspeed(
+    add_logits: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where `native_amp` is false, and accelerate's own autocast does nothing. All strategies share the cache."""
     accelerator = Accelerator(cpu=True)
     monkeypatch.setattr(accelerator.state, "_mixed_precision", "bf16")
@@ -126,7 +149,9 @@ def test_two_processes_compute_the_teacher_together(teacher: Path, tmp_path: Pat
     assert_same_run(run, distilled("single", "first", teacher))
 
 
-def test_pairs_in_folds_of_the_long_recipe(sharp_model: Path, reviews: Path, tmp_path: Path) -> None:
+def test_pairs_in_folds_of_the_long_recipe(
+    sharp_model: Path, reviews: Path, tmp_path: Path
+) -> None:
     """Each fold uses the teacher's logits of its rows: compares its first loss, over all of them."""
     table = pd.read_csv(reviews)
     rows = table[:40].assign(other=table["text"][60:100].to_list())
@@ -145,7 +170,9 @@ def test_pairs_in_folds_of_the_long_recipe(sharp_model: Path, reviews: Path, tmp
                   tmp_path / "teacher", "--distillation_alpha", 1, "--output_dir", tmp_path / "folds",
                   script="recipes/bigbird.py").succeeded()  # fmt: skip
     for fold in (1, 2):
-        held_out = {line["id"] for line in lines_of(tmp_path / f"folds/fold-{fold}/predictions.jsonl")}
+        held_out = {
+            line["id"] for line in lines_of(tmp_path / f"folds/fold-{fold}/predictions.jsonl")
+        }
         assert len(held_out) == 20
         fold_rows = rows.drop(index=list(held_out))
         texts = tokenizer(list(fold_rows["text"]), list(fold_rows["other"]), truncation="longest_first", max_length=200,
@@ -157,15 +184,27 @@ def test_pairs_in_folds_of_the_long_recipe(sharp_model: Path, reviews: Path, tmp
         assert losses_of(tmp_path / f"folds/fold-{fold}")[0] == pytest.approx(expected, rel=1e-4)
 
 
-def test_unsuitable_teachers(teacher: Path, tiny_model: Path, tiny_job: list[str], tmp_path: Path) -> None:
+def test_unsuitable_teachers(
+    teacher: Path, tiny_model: Path, tiny_job: list[str], tmp_path: Path
+) -> None:
     data = [*tiny_job, "--max_steps", 1, "--output_dir", tmp_path / "run"]
     for name in ("names", "tokens"):
         shutil.copytree(teacher, tmp_path / name)
-    edit_json(tmp_path / "names/config.json", id2label={0: "good", 1: "neg"}, label2id={"good": 0, "neg": 1})
+    edit_json(
+        tmp_path / "names/config.json",
+        id2label={0: "good", 1: "neg"},
+        label2id={"good": 0, "neg": 1},
+    )
     AutoTokenizer.from_pretrained(teacher, do_lower_case=False).save_pretrained(tmp_path / "tokens")
     for unsuitable, message in (
-        (tmp_path / "names", "has good, neg (single_label_classification), and the data have neg, pos"),
-        (tmp_path / "tokens", "tokenizes texts differently (tokens or token types) than the student"),
+        (
+            tmp_path / "names",
+            "has good, neg (single_label_classification), and the data have neg, pos",
+        ),
+        (
+            tmp_path / "tokens",
+            "tokenizes texts differently (tokens or token types) than the student",
+        ),
         (tiny_model, f"--teacher {tiny_model}"),
         (tmp_path / "no", "no such folder"),
     ):
@@ -190,7 +229,10 @@ def test_the_loss_is_hintons() -> None:
 
 def test_the_first_layer_is_the_pretrained_one(tiny_model: Path) -> None:
     settings = ModelSettings(model_name_or_path=str(tiny_model))
-    teacher, student = (load_classifier(each, LABELS, 1) for each in (settings, replace(settings, num_hidden_layers=1)))
+    teacher, student = (
+        load_classifier(each, LABELS, 1)
+        for each in (settings, replace(settings, num_hidden_layers=1))
+    )
     first, kept = (dict(model.bert.encoder.layer[0].state_dict()) for model in (teacher, student))
     torch.testing.assert_close(kept, first, rtol=0, atol=0)
     assert student(torch.ones(1, 8, dtype=torch.long)).logits.shape == (1, 2)
@@ -202,7 +244,9 @@ def test_a_model_of_fewer_layers_loads_as_it_was_saved(name: str, tmp_path: Path
     settings = ModelSettings(model_name_or_path=str(tmp_path / "base"), num_hidden_layers=1)
     fewer = load_classifier(settings, LABELS, 1).eval()
     fewer.save_pretrained(tmp_path / "saved")
-    again, loading = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    again, loading = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "saved", output_loading_info=True
+    )
     assert not any(loading.values())
     ids = torch.arange(5, 21)[None]
     torch.testing.assert_close(fewer(ids).logits, again.eval()(ids).logits)

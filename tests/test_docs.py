@@ -26,7 +26,12 @@ OTHERS = {"config_file", "num_processes", "machine_rank", "main_process_ip", "ma
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_and_headings_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    named = set(re.findall(r"\b(?:recipes|accelerate_configs|ds_configs|docs|benchmarks|tests)/[\w./-]+\w\.\w+", text))
+    named = set(
+        re.findall(
+            r"\b(?:recipes|accelerate_configs|ds_configs|docs|benchmarks|tests)/[\w./-]+\w\.\w+",
+            text,
+        )
+    )
     links = {link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link}
     missing = [name for name in named if not (ROOT / name).exists()]
     missing += [link for link in links if not (page.parent / link).exists()]
@@ -34,10 +39,14 @@ def test_files_and_headings_exist(page: Path) -> None:
     for file, heading in re.findall(r"\]\(([\w./-]*)#([^)]+)\)", text):
         target = page.parent / file if file else page
         titles = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
-        assert heading in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+        assert heading in {
+            re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles
+        }
 
 
-@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "recipes").iterdir())], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [*PAGES, *sorted((ROOT / "recipes").iterdir())], ids=lambda page: page.name
+)
 def test_a_recipe_that_gets_data_gets_a_model(page: Path) -> None:
     """On the command line or in a settings file; `…` stands for the rest of a command."""
     for line in page.read_text(encoding="utf-8").replace("\\\n", "").splitlines():
@@ -45,22 +54,36 @@ def test_a_recipe_that_gets_data_gets_a_model(page: Path) -> None:
             assert re.search(r"--model_name_or_path|\.py \S+\.yaml|…", line)
 
 
-@pytest.mark.parametrize("page", sorted({p.name.split(".")[0] for p in (ROOT / "docs").glob("*.md")}))
+@pytest.mark.parametrize(
+    "page", sorted({p.name.split(".")[0] for p in (ROOT / "docs").glob("*.md")})
+)
 def test_every_page_exists_in_both_languages_with_the_same_programs(page: str) -> None:
     """But for their comments; each links to the other."""
-    english, chinese = ((ROOT / "docs" / f"{page}{ending}").read_text(encoding="utf-8") for ending in (".md", ".zh.md"))
+    english, chinese = (
+        (ROOT / "docs" / f"{page}{ending}").read_text(encoding="utf-8")
+        for ending in (".md", ".zh.md")
+    )
     for text, other in ((english, f"{page}.zh.md"), (chinese, f"{page}.md")):
         assert f"]({other})" in "".join(text.splitlines(keepends=True)[:4])
-    if page not in ("first-labels", "your-own-feature"):  # with texts of its language; only in English
-        programs, translated = (re.findall(r"```(?:python|diff)\n(.*?)```", text, re.S) for text in (english, chinese))
-        assert [re.sub("#.*", "", text) for text in programs] == [re.sub("#.*", "", text) for text in translated]
+    if page not in (
+        "first-labels",
+        "your-own-feature",
+    ):  # with texts of its language; only in English
+        programs, translated = (
+            re.findall(r"```(?:python|diff)\n(.*?)```", text, re.S) for text in (english, chinese)
+        )
+        assert [re.sub("#.*", "", text) for text in programs] == [
+            re.sub("#.*", "", text) for text in translated
+        ]
 
 
 # the fault pages quote typing errors; your-own-feature defines a setting and a command
 WITH_UNKNOWN_NAMES = ("faults", "your-own-feature")
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if not p.name.startswith(WITH_UNKNOWN_NAMES)], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if not p.name.startswith(WITH_UNKNOWN_NAMES)], ids=lambda p: p.name
+)
 def test_settings_and_subcommands_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     known = {name for task in tasks().values() for section in sections_of(task).values()
@@ -69,7 +92,11 @@ def test_settings_and_subcommands_exist(page: Path) -> None:
     subcommands: dict[str, argparse.ArgumentParser] = dict(
         next(action for action in build_parser()._actions if action.dest == "command").choices or {}
     )
-    known |= {option.removeprefix("--") for parser in subcommands.values() for option in parser._option_string_actions}
+    known |= {
+        option.removeprefix("--")
+        for parser in subcommands.values()
+        for option in parser._option_string_actions
+    }
     assert not named - known - OTHERS
     commands = set(re.findall(r"^toolkit ([\w-]+)|(?:`|bin/)toolkit ([\w-]+)", text, re.MULTILINE))
     assert {quoted or plain for plain, quoted in commands} <= set(subcommands)

@@ -8,7 +8,11 @@ import pytest
 from tests.jobs_worker import run_jobs
 from tests.runs import MORE_WAYS, WAYS, lines_of, losses_of, slow_but
 
-ALL = {**WAYS, "zero2 x3": ["--config_file", "accelerate_configs/zero2.yaml", "--num_processes", "3"], **MORE_WAYS}
+ALL = {
+    **WAYS,
+    "zero2 x3": ["--config_file", "accelerate_configs/zero2.yaml", "--num_processes", "3"],
+    **MORE_WAYS,
+}
 # Each resumes from its own checkpoint and those before it, in another test from those after it.
 ORDER = ["single", "zero2 x3", "ddp x2", "zero3 x2", "zero1 x2", "fsdp2 x2", "zero2 x2", "zero3 x3"]
 STEPS, SAVED_AT = 6, 3
@@ -23,7 +27,9 @@ def settings(tiny_job: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def run_way(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, list[str]], Path]:
+def run_way(
+    settings: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, list[str]], Path]:
     """`run_way("ddp x2", ["single"])` -> the folder with a run resumed from each of those ways' checkpoints. Each way
     starts once, for its checkpoint and all runs that resume from earlier ones."""
     root = tmp_path_factory.mktemp("elastic")
@@ -32,7 +38,10 @@ def run_way(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Ca
         return root / name.replace(" ", "-")
 
     def resumes(way: str, sources: list[str]) -> list[list[str]]:
-        saved = {source: folder_of(source) / "source" / "checkpoints" / f"step-{SAVED_AT:08d}" for source in sources}
+        saved = {
+            source: folder_of(source) / "source" / "checkpoints" / f"step-{SAVED_AT:08d}"
+            for source in sources
+        }
         return [["recipes.cls", *settings, "--resume", str(path), "--output_dir", str(folder_of(way) / source)]
                 for source, path in saved.items()]  # fmt: skip
 
@@ -50,7 +59,9 @@ def run_way(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Ca
     return run
 
 
-def assert_all_resume(way: str, sources: list[str], run_way: Callable[[str, list[str]], Path]) -> None:
+def assert_all_resume(
+    way: str, sources: list[str], run_way: Callable[[str, list[str]], Path]
+) -> None:
     folder, expected = run_way(way, sources), losses_of(run_way("single", []) / "source")[SAVED_AT:]
     for source in sources:
         assert [line["step"] for line in lines_of(folder / source / "metrics.jsonl")] == [4, 5, 6]
@@ -66,8 +77,13 @@ def test_from_those_before_it(way: str, run_way: Callable[[str, list[str]], Path
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("way", "last"),
-    [("single", ORDER[-2]), *(pytest.param(way, ORDER[-1], marks=pytest.mark.slow) for way in ORDER[:-1])],
+    [
+        ("single", ORDER[-2]),
+        *(pytest.param(way, ORDER[-1], marks=pytest.mark.slow) for way in ORDER[:-1]),
+    ],
 )
-def test_from_those_after_it(way: str, last: str, run_way: Callable[[str, list[str]], Path]) -> None:
+def test_from_those_after_it(
+    way: str, last: str, run_way: Callable[[str, list[str]], Path]
+) -> None:
     run_way(last, [])
     assert_all_resume(way, ORDER[ORDER.index(way) + 1 : ORDER.index(last) + 1], run_way)

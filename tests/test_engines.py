@@ -16,8 +16,12 @@ from toolkit.data.labels import Labels
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ray", "pyspark"])
-def test_an_engine_labels_every_row_once(engine: str, sharp_model: Path, tmp_path: Path, no_launcher: None) -> None:
-    if importlib.util.find_spec(engine) is None or (engine == "pyspark" and not shutil.which("java")):
+def test_an_engine_labels_every_row_once(
+    engine: str, sharp_model: Path, tmp_path: Path, no_launcher: None
+) -> None:
+    if importlib.util.find_spec(engine) is None or (
+        engine == "pyspark" and not shutil.which("java")
+    ):
         pytest.skip(f"{engine} is not installed")
     (tmp_path / "model").mkdir()
     labels = Labels("single_label_classification", ("a", "b", "c"), ("label",))
@@ -27,8 +31,20 @@ def test_an_engine_labels_every_row_once(engine: str, sharp_model: Path, tmp_pat
     rows.to_csv(tmp_path / "new.csv", index=False)
     script = ROOT / "examples" / "engines" / f"{engine.removeprefix('py')}_label.py"
     assert "toolkit" not in script.read_text(encoding="utf-8").replace("`toolkit` read", "")
-    command = [sys.executable, script, model, tmp_path / "new.csv", tmp_path / "out", "--batch_size", "16"]
-    env = {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1", "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [
+        sys.executable,
+        script,
+        model,
+        tmp_path / "new.csv",
+        tmp_path / "out",
+        "--batch_size",
+        "16",
+    ]
+    env = {
+        "PYSPARK_PYTHON": sys.executable,
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
     start(command, env=env).succeeded()
     labelled = pd.concat(map(pd.read_parquet, (tmp_path / "out").glob("*.parquet")))
     labelled = labelled.astype({"id": int}).sort_values("id")
@@ -36,4 +52,6 @@ def test_an_engine_labels_every_row_once(engine: str, sharp_model: Path, tmp_pat
     assert list(labelled["text"]) == list(rows["text"])
     expected = toolkit.predict(model, list(rows["text"]))
     assert list(labelled["prediction"]) == [line["prediction"] for line in expected]
-    assert list(labelled["probability"]) == pytest.approx([max(line["probabilities"]) for line in expected], abs=1e-5)
+    assert list(labelled["probability"]) == pytest.approx(
+        [max(line["probabilities"]) for line in expected], abs=1e-5
+    )

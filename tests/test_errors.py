@@ -11,10 +11,16 @@ from safetensors.torch import save_file
 from toolkit.errors import system_error_line
 
 FAULTS: dict[str, tuple[Callable[[], object], str | None]] = {
-    "missing": (lambda: Path("/no/such.json").read_text(), "/no/such.json: No such file or directory"),
+    "missing": (
+        lambda: Path("/no/such.json").read_text(),
+        "/no/such.json: No such file or directory",
+    ),
     "a folder": (lambda: Path("/tmp").read_text(), "/tmp: Is a directory"),
     "full": (lambda: Path("/dev/full").write_text("x"), "No space left on device"),
-    "weights": (lambda: save_file({"a": torch.ones(1)}, "/no/such.safetensors"), "No such file or directory"),
+    "weights": (
+        lambda: save_file({"a": torch.ones(1)}, "/no/such.safetensors"),
+        "No such file or directory",
+    ),
     "memory": (lambda: bytearray(1 << 62), "out of memory"),
     "a bug": (lambda: {}["x"], None),
     "no file": (lambda: os.fsync(-1), None),

@@ -17,7 +17,9 @@ from toolkit.launch import exit_state
      pytest.param("fails", "1", "ddp x2", 1, marks=pytest.mark.multiprocess),
      *(pytest.param(how, "1", "ddp x2", 1, marks=pytest.mark.multiprocess) for how in ("is killed", "exits"))],
 )  # fmt: skip
-def test_steps_reach_the_trackers(how: str, rank: str, way: str, code: int, tiny_job: list, tmp_path: Path) -> None:
+def test_steps_reach_the_trackers(
+    how: str, rank: str, way: str, code: int, tiny_job: list, tmp_path: Path
+) -> None:
     settings = [*tiny_job, "--max_steps", "8", "--global_batch_size", "8", "--report_to", "tensorboard,trackio",
                 "--project", str(tmp_path / "late"), "--output_dir", str(tmp_path / "run")]  # fmt: skip
     done = recipe(how, rank, *settings, *WAYS[way], script="tests/failing_worker.py")

@@ -21,7 +21,9 @@ sys.modules["IPython.display"].HTML, sys.modules["IPython.display"].display = st
 
 
 @pytest.mark.parametrize("page", ["first-labels.md", "first-labels.zh.md"])
-def test_the_script_writes_the_files_of_the_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_writes_the_files_of_the_page(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     (script,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     monkeypatch.chdir(tmp_path)
@@ -36,14 +38,26 @@ def test_the_script_writes_the_files_of_the_page(page: str, tmp_path: Path, monk
 
 @pytest.mark.slow
 def test_every_cell_of_the_notebook_runs(tmp_path: Path) -> None:
-    env = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    env = {
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    cells = [
+        cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"
+    ]
     code = "\n".join("".join(cell["source"]) for cell in cells)
-    code = re.sub(r"^!(.+)$", r"subprocess.run(f'''\1''', shell=True, check=True)", code, flags=re.MULTILINE)
+    code = re.sub(
+        r"^!(.+)$", r"subprocess.run(f'''\1''', shell=True, check=True)", code, flags=re.MULTILINE
+    )
     (tmp_path / "run.py").write_text(PLAIN + code)
     command = ["bash", "-c", f"cd {tmp_path} && exec {sys.executable} run.py"]
-    done = start(command, seconds=1100, env=env).succeeded()  # 86 steps of MiniLM in fp32, where no bf16 is fast
+    done = start(
+        command, seconds=1100, env=env
+    ).succeeded()  # 86 steps of MiniLM in fp32, where no bf16 is fast
     assert "<iframe srcdoc=" in done.out
     assert "'prediction': 'pos'" in done.out
     assert len((tmp_path / "first_steps" / "new.predictions.csv").read_text().splitlines()) == 5
-    assert lines_of(tmp_path / "first_steps" / "runs" / "reviews" / "eval.jsonl")[-1]["accuracy"] > 0.65
+    assert (
+        lines_of(tmp_path / "first_steps" / "runs" / "reviews" / "eval.jsonl")[-1]["accuracy"]
+        > 0.65
+    )

@@ -36,7 +36,9 @@ REHEARSAL = bool(os.environ.get("TOOLKIT_REHEARSE_GPU_TESTS"))
 DEVICES = torch.cuda.device_count()
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not DEVICES and not REHEARSAL, reason="no GPU here (torch.cuda.device_count() is 0)"),
+    pytest.mark.skipif(
+        not DEVICES and not REHEARSAL, reason="no GPU here (torch.cuda.device_count() is 0)"
+    ),
 ]
 COUNTS = sorted({1, min(2, DEVICES), DEVICES} - {0}) if not REHEARSAL else [1]
 FILES = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp2")
@@ -97,7 +99,9 @@ def single(tmp_path_factory: pytest.TempPathFactory, cls: list[Any]) -> Path:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_strategy_trains_resumes_and_converts(way: str, cls: list[Any], single: Path, tmp_path: Path) -> None:
+def test_a_strategy_trains_resumes_and_converts(
+    way: str, cls: list[Any], single: Path, tmp_path: Path
+) -> None:
     resumed = tmp_path / "resumed"
     shutil.copytree(single / "half", resumed, symlinks=True)  # `best` and `last` are links
     run(tmp_path, way, [[*cls, *EXACT, *FULL, "--checkpoint_every", 6, "--output_dir", tmp_path / "full"],
@@ -106,19 +110,25 @@ def test_a_strategy_trains_resumes_and_converts(way: str, cls: list[Any], single
     expected = losses_of(single / "full")
     assert losses_of(tmp_path / "full") == pytest.approx(expected, rel=1e-4)
     assert losses_of(resumed) == pytest.approx(expected, rel=1e-4)
-    for mine, theirs in zip(*(lines_of(each / "full" / "eval.jsonl") for each in (tmp_path, single)), strict=True):
+    for mine, theirs in zip(
+        *(lines_of(each / "full" / "eval.jsonl") for each in (tmp_path, single)), strict=True
+    ):
         assert mine["num_samples"] == theirs["num_samples"]
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
     best, out = tmp_path / "full" / "checkpoints" / "best", tmp_path / "out"
     start([sys.executable, "-m", "toolkit", "convert", best, out]).succeeded()
-    saved, converted = (load_file(each / "model.safetensors") for each in (tmp_path / "full" / "model", out))
+    saved, converted = (
+        load_file(each / "model.safetensors") for each in (tmp_path / "full" / "model", out)
+    )
     assert saved.keys() == converted.keys()
     for name, tensor in saved.items():
         torch.testing.assert_close(converted[name].float(), tensor.float(), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("way", ["single", *(name for name in WAYS if "offload" not in name)])
-def test_the_precision_of_this_hardware(way: str, cls: list[Any], single: Path, tmp_path: Path) -> None:
+def test_the_precision_of_this_hardware(
+    way: str, cls: list[Any], single: Path, tmp_path: Path
+) -> None:
     """auto is bf16, fp16 or neither, by the GPU's capability; losses are close to those of float32."""
     jobs = [[*cls, *FULL, "--output_dir", tmp_path / "auto"]]
     if not REHEARSAL:
@@ -129,11 +139,15 @@ def test_the_precision_of_this_hardware(way: str, cls: list[Any], single: Path, 
         expected = "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "no"
         assert assert_on_devices(tmp_path / "auto")["mixed_precision"] == expected
     for job in jobs:
-        assert losses_of(Path(job[-1]))[:6] == pytest.approx(losses_of(single / "full")[:6], rel=0.05)
+        assert losses_of(Path(job[-1]))[:6] == pytest.approx(
+            losses_of(single / "full")[:6], rel=0.05
+        )
 
 
 @pytest.fixture(scope="module")
-def gradients(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path) -> Callable[[str], Path]:
+def gradients(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path
+) -> Callable[[str], Path]:
     """`gradients(way)` -> the folder with a step of SGD in fp32, in bf16, and with a learning rate near 0."""
 
     def make(way: str, folder: Path) -> None:
@@ -141,7 +155,9 @@ def gradients(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, review
         settings = ["recipes.cls", *words_of(half.COMMON), "--per_device_batch_size", 3]
         jobs = [[*settings, *half.GRADIENT, "--mixed_precision", precision, "--output_dir", folder / precision]
                 for precision in ("no", "bf16")]  # fmt: skip
-        jobs.append([*settings, *half.STILL, "--mixed_precision", "no", "--output_dir", folder / "still-1"])
+        jobs.append(
+            [*settings, *half.STILL, "--mixed_precision", "no", "--output_dir", folder / "still-1"]
+        )
         run(folder, way, jobs)
 
     return lambda way: once(tmp_path_factory, f"gradients {way}", functools.partial(make, way))
@@ -150,7 +166,10 @@ def gradients(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, review
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_in_bf16(way: str, gradients: Callable[[str], Path]) -> None:
     single, mine = gradients("single"), gradients(way)
-    errors = [half.gradient_error(each / "bf16", single / "no", single / "still-1") for each in (mine, single)]
+    errors = [
+        half.gradient_error(each / "bf16", single / "no", single / "still-1")
+        for each in (mine, single)
+    ]
     assert errors[0] < 1.5 * errors[1]
 
 
@@ -182,7 +201,9 @@ def test_fp16_skips_a_step(way: str, skipping: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["single", *(name for name in WAYS if "offload" not in name)])
-def test_the_other_recipes(way: str, tiny_model: Path, long_reviews: Path, articles: Path, tmp_path: Path) -> None:
+def test_the_other_recipes(
+    way: str, tiny_model: Path, long_reviews: Path, articles: Path, tmp_path: Path
+) -> None:
     """Sparse attention at more than eight widths, in micro-batches that fit, and titles."""
     more = ["--model_name_or_path", tiny_model, *SETTINGS, "--max_steps", 8, "--eval_every", 8]
     run(tmp_path, way, [
@@ -218,7 +239,9 @@ def test_bigbird_at_many_widths(training: bool, attention: str) -> None:
 
 @pytest.mark.skipif(not DEVICES, reason="flex_attention has no backward pass on a CPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_bigbird_has_a_kernel_in_half_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bigbird_has_a_kernel_in_half_precision(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch's own tiles of the backward pass depend on GPU, precision and head size."""
     monkeypatch.setattr(ways, "_compiles", {})
     for size in (32, 64, 128):
@@ -228,13 +251,20 @@ def test_bigbird_has_a_kernel_in_half_precision(dtype: torch.dtype, monkeypatch:
     assert [*ways._compiles.values()] == [True] * 3
 
 
-@pytest.mark.skipif(not DEVICES or torch.cuda.get_device_capability() < (8, 0), reason="flash attention needs Ampere")
+@pytest.mark.skipif(
+    not DEVICES or torch.cuda.get_device_capability() < (8, 0),
+    reason="flash attention needs Ampere",
+)
 @pytest.mark.parametrize(("window", "first_only"), [(60, False), (8, False), (60, True)])
 def test_packed_texts_by_varlen_attn(window: int, first_only: bool) -> None:
     """Outputs and gradients of the kernel are those of padded attention."""
     lengths, cuda = (60, 33, 5, 1), torch.device("cuda")
-    places = torch.cat([torch.arange(length) + 60 * row for row, length in enumerate(lengths)]).to(cuda)
-    packed = Packed(lengths, 4, 60, torch.tensor([0, 60, 93, 98, 99], dtype=torch.int32, device=cuda), places)
+    places = torch.cat([torch.arange(length) + 60 * row for row, length in enumerate(lengths)]).to(
+        cuda
+    )
+    packed = Packed(
+        lengths, 4, 60, torch.tensor([0, 60, 93, 98, 99], dtype=torch.int32, device=cuda), places
+    )
     states = torch.randn(3, 99, 4, 32, device=cuda, dtype=torch.bfloat16)
     q, k, v = states[0, packed.first_tokens] if first_only else states[0], states[1], states[2]
     kernels: Any = (packing._varlen, packing._padded)
@@ -269,7 +299,9 @@ def test_prediction(single: Path, reviews: Path, tmp_path: Path) -> None:
     answers = lines_of(out)
     assert len(answers) == 211
     for line in lines_of(single / "full" / "predictions.jsonl"):
-        assert answers[line["id"]]["probabilities"] == pytest.approx(line["probabilities"], abs=1e-4)
+        assert answers[line["id"]]["probabilities"] == pytest.approx(
+            line["probabilities"], abs=1e-4
+        )
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +309,9 @@ def wide_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """As `tiny_model`, whose heads of size 11 have no fused kernel of any attention, with heads of 32."""
     folder = tmp_path_factory.mktemp("wide") / "model"
     shutil.copytree(tiny_model, folder)
-    config = BertConfig.from_pretrained(folder, hidden_size=64, num_attention_heads=2, intermediate_size=128)
+    config = BertConfig.from_pretrained(
+        folder, hidden_size=64, num_attention_heads=2, intermediate_size=128
+    )
     BertModel(config).save_pretrained(folder)
     return folder
 
@@ -297,7 +331,11 @@ def test_techniques(wide_model: Path, reviews: Path, long_reviews: Path, tmp_pat
     if not REHEARSAL:  # minutes of a C++ compiler
         jobs["compiled"] = [*cls, "--torch_compile", "--fgm_epsilon", 0.5]
     stop = ["--max_steps", 4, "--eval_every", 4]
-    log = run(tmp_path, "single", [[*job, *stop, "--output_dir", tmp_path / name] for name, job in jobs.items()])
+    log = run(
+        tmp_path,
+        "single",
+        [[*job, *stop, "--output_dir", tmp_path / name] for name, job in jobs.items()],
+    )
     assert "flex_attention has no kernel" not in log
     for name in jobs:
         assert_on_devices(tmp_path / name)
@@ -323,10 +361,16 @@ def test_lora_is_merged_in_float32(wide_model: Path) -> None:
 
 
 def test_the_last_layer_of_a_model_on_the_gpu(wide_model: Path) -> None:
-    model = BertForSequenceClassification.from_pretrained(wide_model).to("cpu" if REHEARSAL else "cuda")
+    model = BertForSequenceClassification.from_pretrained(wide_model).to(
+        "cpu" if REHEARSAL else "cuda"
+    )
     assert read_first_token_only(model)
 
 
 def test_compiled_layers(cls: list[Any], single: Path, tmp_path: Path) -> None:
-    run(tmp_path, "single", [[*cls, *EXACT, *FULL, "--torch_compile", "--output_dir", tmp_path / "run"]])
+    run(
+        tmp_path,
+        "single",
+        [[*cls, *EXACT, *FULL, "--torch_compile", "--output_dir", tmp_path / "run"]],
+    )
     assert losses_of(tmp_path / "run") == pytest.approx(losses_of(single / "full"), rel=1e-4)

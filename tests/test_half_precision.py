@@ -81,7 +81,9 @@ def error_of(way: str, precision: str, name: str) -> float:
 
 
 def has_coarse_weights(way: str, precision: str) -> bool:
-    return way.startswith("fsdp2") or (way.startswith("zero") and (precision == "bf16" or FP16_WEIGHTS))
+    return way.startswith("fsdp2") or (
+        way.startswith("zero") and (precision == "bf16" or FP16_WEIGHTS)
+    )
 
 
 def assert_masters_are_not_rounded(way: str, precision: str) -> None:
@@ -96,7 +98,10 @@ def test_bf16(way: str) -> None:
     for name in ("gradient in 4", "gradient in 16"):
         assert 1e-5 < error_of(way, "bf16", name) < 1.5 * error_of("single", "bf16", name), name
     expected = np.array(losses_of(exact("curve")))
-    one, many = (np.abs(losses_of(run_of(each, "bf16", "curve")) / expected - 1).max() for each in ("single", way))
+    one, many = (
+        np.abs(losses_of(run_of(each, "bf16", "curve")) / expected - 1).max()
+        for each in ("single", way)
+    )
     assert 0 < many < 1.5 * one
     if has_coarse_weights(way, "bf16"):
         assert error_of(way, "bf16", "coarse") > error_of(way, "bf16", "gradient in 4")
@@ -108,7 +113,9 @@ def test_bf16(way: str) -> None:
 def test_fp16(way: str) -> None:
     for name in ("gradient in 4", "gradient in 16"):
         # the division into micro-batches makes it 1.7 times as large under DDP with three processes
-        assert 1e-6 < error_of(way, "fp16", name) < 2.5 * error_of("single", "fp16", name) < 0.01, name
+        assert 1e-6 < error_of(way, "fp16", name) < 2.5 * error_of("single", "fp16", name) < 0.01, (
+            name
+        )
     curves = [losses_of(run_of(each, "fp16", "curve")) for each in (way, "single")]
     assert curves[0] == pytest.approx(curves[1], rel=2e-3)
     if has_coarse_weights(way, "fp16"):
@@ -122,7 +129,9 @@ def test_each_technique_in_bf16(way: str) -> None:
     """By autocast; within 1 % of fp32."""
     for name in TECHNIQUES:
         job = classifier(name)
-        losses = losses_of(runs(way).run(f"bf16 {name}", job.recipe, [*job.words, "--mixed_precision", "bf16"]))
+        losses = losses_of(
+            runs(way).run(f"bf16 {name}", job.recipe, [*job.words, "--mixed_precision", "bf16"])
+        )
         assert all(map(math.isfinite, losses)), name
         assert losses == pytest.approx(losses_of(runs("single")[name]), rel=1e-2), name
 
@@ -173,10 +182,18 @@ def test_autocast_of_an_accelerator_under_deepspeed() -> None:
 
 @pytest.mark.parametrize(
     ("stage", "dtype", "each_batch", "logged"),
-    [(1, torch.float32, True, True), (2, torch.bfloat16, False, True), (2, torch.bfloat16, None, False)],
+    [
+        (1, torch.float32, True, True),
+        (2, torch.bfloat16, False, True),
+        (2, torch.bfloat16, None, False),
+    ],
 )
 def test_settings_without_effect_under_zero_are_logged(
-    stage: int, dtype: torch.dtype, each_batch: bool | None, logged: bool, capsys: pytest.CaptureFixture[str]
+    stage: int,
+    dtype: torch.dtype,
+    each_batch: bool | None,
+    logged: bool,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     engine = SimpleNamespace(module=torch.nn.Linear(1, 1, dtype=dtype))
     accelerator: Any = SimpleNamespace(
@@ -196,12 +213,16 @@ def test_half_precision_weights_change_at_a_resume(way: str) -> None:
     settings = [*COMMON, *CURVE, "--mixed_precision", "bf16", "--per_device_batch_size", 6]
     kinds: dict[str, list[Any]] = {"fp32 weights": [], "half weights": COARSE}
     folders = {
-        name: runs(way).run(f"bf16 {name}", "recipes.cls", [*settings, *words, "--checkpoint_every", 4])
+        name: runs(way).run(
+            f"bf16 {name}", "recipes.cls", [*settings, *words, "--checkpoint_every", 4]
+        )
         for name, words in kinds.items()
     }
     for name, other in zip(kinds, reversed(kinds), strict=True):
         saved = folders[other] / "checkpoints" / "step-00000004"
-        run = runs(way).run(f"bf16 then {name}", "recipes.cls", [*settings, *kinds[name], "--resume", saved])
+        run = runs(way).run(
+            f"bf16 then {name}", "recipes.cls", [*settings, *kinds[name], "--resume", saved]
+        )
         resumed, whole = losses_of(run), losses_of(folders[other])[4:]
         assert resumed == pytest.approx(whole, rel=5e-3)
         assert resumed != pytest.approx(whole, rel=1e-9)  # different precision
@@ -210,7 +231,9 @@ def test_half_precision_weights_change_at_a_resume(way: str) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.skipif(FP16_WEIGHTS, reason="this CPU computes in fp16")
 def test_fp16_weights_where_deepspeed_does_not_support_them() -> None:
-    with pytest.raises(JobError, match=r"--half_precision_weights.*--mixed_precision bf16") as failure:
+    with pytest.raises(
+        JobError, match=r"--half_precision_weights.*--mixed_precision bf16"
+    ) as failure:
         run_of("zero2 x2", "fp16", "coarse")
     assert failure.value.kind == "UserError"
 
@@ -227,7 +250,9 @@ FP16 = ["--model_name_or_path", inputs.tiny_model, "--train_file", inputs.review
 def learning_rates() -> list[float]:
     """By `transformers`, for a schedule that does not step where an update is skipped."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=RATE)
-    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=WARMUP, num_training_steps=STEPS)
+    scheduler = get_scheduler(
+        "linear", optimizer, num_warmup_steps=WARMUP, num_training_steps=STEPS
+    )
     rates = []
     for step in range(1, STEPS + 1):
         rates.append(scheduler.get_last_lr()[0])
@@ -246,7 +271,9 @@ def assert_skipped(run: Path, expected: Path, first: int) -> None:
     updates = STEPS - len(SKIPPED)
     lines = lines_of(run / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(first + 1, STEPS + 1))
-    assert [line["step"] for line in lines if line["grad_norm"] is None] == [s for s in SKIPPED if s > first]
+    assert [line["step"] for line in lines if line["grad_norm"] is None] == [
+        s for s in SKIPPED if s > first
+    ]
     assert [line["learning_rate"] for line in lines] == pytest.approx(learning_rates()[first:])
     assert losses_of(run) == pytest.approx(losses_of(expected)[first:], rel=5e-3)
     state = json.loads((run / "fp16.json").read_text())
@@ -262,7 +289,9 @@ def test_skipped_steps_are_not_counted(way: str) -> None:
     """In a whole run and in one that is resumed after the first skipped step."""
     expected = runs("single").run("fp16 skips", "tests.fp16_jobs", FP16)
     whole = runs(way).run("fp16 skips", "tests.fp16_jobs", FP16)
-    resumed = runs(way).run("fp16 resumed", "tests.fp16_jobs", [*FP16, "--resume", saved_before_a_skip(whole)])
+    resumed = runs(way).run(
+        "fp16 resumed", "tests.fp16_jobs", [*FP16, "--resume", saved_before_a_skip(whole)]
+    )
     assert "optimizer.step()" not in runs(way).log("fp16 skips")  # a warning of torch's
     assert_skipped(whole, expected, 0)
     assert_skipped(resumed, expected, SAVED_AT)
@@ -275,10 +304,16 @@ def test_the_step_in_which_the_scale_grows(way: str) -> None:
     settings = [*COMMON, "--max_steps", 6, "--optimizer", "sgd", "--eval_every", 6, "--global_batch_size", 12,
                 "--per_device_batch_size", 3, "--learning_rate", 0.5, "--lr_scheduler_type", "constant",
                 "--max_grad_norm", 0]  # fmt: skip
-    expected = runs("single").run("fp32 of growth", "recipes.cls", [*settings, "--mixed_precision", "no"])
-    run = runs(way).run("fp16 growth", "tests.fp16_growth_jobs", [*settings, "--mixed_precision", "fp16"])
+    expected = runs("single").run(
+        "fp32 of growth", "recipes.cls", [*settings, "--mixed_precision", "no"]
+    )
+    run = runs(way).run(
+        "fp16 growth", "tests.fp16_growth_jobs", [*settings, "--mixed_precision", "fp16"]
+    )
     for name in ("loss", "grad_norm"):
-        mine, theirs = ([line[name] for line in lines_of(each / "metrics.jsonl")] for each in (run, expected))
+        mine, theirs = (
+            [line[name] for line in lines_of(each / "metrics.jsonl")] for each in (run, expected)
+        )
         assert mine == pytest.approx(theirs, rel=0.02), name
 
 
@@ -286,8 +321,19 @@ def test_the_step_in_which_the_scale_grows(way: str) -> None:
 def test_a_gradient_that_stays_infinite_ends_the_run(precision: str, most: int) -> None:
     """After 16 skipped steps the scale is 1, so the scale is not the cause."""
     accelerator: Any = SimpleNamespace(mixed_precision=precision)
-    steps: Any = SimpleNamespace(skipped=0, collate=None, accelerator=accelerator, checks=LoopChecks(accelerator))
-    step = Step(steps, 1, np.arange(2), 2, 2.0, steps.collate, _losses=[torch.ones(2)], _ids=[torch.arange(2)])
+    steps: Any = SimpleNamespace(
+        skipped=0, collate=None, accelerator=accelerator, checks=LoopChecks(accelerator)
+    )
+    step = Step(
+        steps,
+        1,
+        np.arange(2),
+        2,
+        2.0,
+        steps.collate,
+        _losses=[torch.ones(2)],
+        _ids=[torch.arange(2)],
+    )
     step.grad_norm = math.inf
     step.metrics = SimpleNamespace(step=1, loss=0.7, grad_norm=math.inf, learning_rate=1e-3)  # type: ignore[assignment]
     for _ in range(most):

@@ -42,9 +42,7 @@ def test_a_config_that_names_code_on_the_hub_is_not_obeyed(model: Path) -> None:
 
 
 def test_a_data_set_that_names_an_address_is_refused(tmp_path: Path) -> None:
-    config = (
-        "configs:\n- config_name: default\n  data_files:\n  - split: train\n    path: https://localhost:9/secret.csv\n"
-    )
+    config = "configs:\n- config_name: default\n  data_files:\n  - split: train\n    path: https://localhost:9/secret.csv\n"
     (tmp_path / "README.md").write_text(f"---\n{config}---\n")
     refusal(read_hub, str(tmp_path), says=[str(tmp_path), "secret.csv"])
 
@@ -54,17 +52,27 @@ def test_too_many_columns_are_refused(kind: str, tmp_path: Path, fault: Fault) -
     names = [f"c{number}" for number in range(200_000)]
     path, rows = tmp_path / f"rows.{kind}", ",".join(names) + "\n" + "1," * 199_999 + "1\n"
     path.write_text(rows if kind == "csv" else json.dumps(dict.fromkeys(names, 1)))
-    said = refusal(lambda: len(read_file(str(path), TextSettings())), says=[str(path), "200000 columns", "10000"])
+    said = refusal(
+        lambda: len(read_file(str(path), TextSettings())),
+        says=[str(path), "200000 columns", "10000"],
+    )
     fault(f"a {kind.upper()} file with 200,000 columns", said)
 
 
 @pytest.mark.parametrize("name", ["rows.csv.gz", "rows.jsonl.gz", "rows.tsv", "rows.txt"])
-def test_a_line_without_an_end_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_without_an_end_is_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("toolkit.data.text_files.MAX_CELL", 5000)
-    monkeypatch.setattr("csv.field_size_limit", lambda limit: None)  # it would hold for all later tests
+    monkeypatch.setattr(
+        "csv.field_size_limit", lambda limit: None
+    )  # it would hold for all later tests
     path, content = tmp_path / name, b'{"text": "a"}\n' + b"x" * 6000
     path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    refusal(lambda: len(read_file(str(path), TextSettings())), says=[f"{path}, line 2", "5000 characters"])
+    refusal(
+        lambda: len(read_file(str(path), TextSettings())),
+        says=[f"{path}, line 2", "5000 characters"],
+    )
 
 
 def test_a_graph_that_takes_all_memory_ends_in_one_line(tmp_path: Path, fault: Fault) -> None:
@@ -76,7 +84,10 @@ def test_a_graph_that_takes_all_memory_ends_in_one_line(tmp_path: Path, fault: F
     ids = make.make_tensor_value_info("input_ids", numbers.INT64, ["batch", "length"])
     logits = make.make_tensor_value_info("logits", numbers.FLOAT, [None, None])
     graph = make.make_graph([node], "huge", [ids], [logits], [shape])
-    onnx.save(make.make_model(graph, opset_imports=[make.make_opsetid("", 17)], ir_version=8), tmp_path / "model.onnx")
+    onnx.save(
+        make.make_model(graph, opset_imports=[make.make_opsetid("", 17)], ir_version=8),
+        tmp_path / "model.onnx",
+    )
 
     def compute() -> None:
         import torch
@@ -117,19 +128,36 @@ COMMANDS: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize("name", slow_but(COMMANDS, "convert", "predict, zero2"))
-def test_no_python_file_there_is_executed(name: str, model: Path, tmp_path: Path, reviews: Path, fault: Fault) -> None:
+def test_no_python_file_there_is_executed(
+    name: str, model: Path, tmp_path: Path, reviews: Path, fault: Fault
+) -> None:
     """Whatever module is imported first by whatever child: the folder has a file of that name."""
     with reviews.open(newline="") as source, (model / "rows.csv").open("w", newline="") as target:
-        csv.writer(target).writerows(row for row, _ in zip(csv.reader(source), range(20), strict=False))
-    installed = {"torch", "numpy", "accelerate", "transformers", "toolkit", "yaml", "sitecustomize", "usercustomize"}
+        csv.writer(target).writerows(
+            row for row, _ in zip(csv.reader(source), range(20), strict=False)
+        )
+    installed = {
+        "torch",
+        "numpy",
+        "accelerate",
+        "transformers",
+        "toolkit",
+        "yaml",
+        "sitecustomize",
+        "usercustomize",
+    }
     for module in sys.stdlib_module_names | installed:
-        (model / f"{module}.py").write_text(_EVIL.format(marker=str(tmp_path / f"executed-{module}")))
+        (model / f"{module}.py").write_text(
+            _EVIL.format(marker=str(tmp_path / f"executed-{module}"))
+        )
     words = [str(tmp_path / "out") if word == "OUT" else word for word in COMMANDS[name]]
     program = words if words[0] == "toolkit" else [sys.executable, *words]
     done = start(program, env={"PYTHONPATH": str(ROOT)}, cwd=model)
     assert sorted(path.name for path in tmp_path.glob("executed-*")) == [], done.err[-2000:]
     done.succeeded()
-    fault(f"`{name}` in a folder with files named like Python's modules", "none of them is executed")
+    fault(
+        f"`{name}` in a folder with files named like Python's modules", "none of them is executed"
+    )
 
 
 def test_a_recipe_imports_what_lies_beside_it(tmp_path: Path) -> None:
@@ -139,5 +167,10 @@ def test_a_recipe_imports_what_lies_beside_it(tmp_path: Path) -> None:
         "import sys\nimport beside\nfrom toolkit import launch\n\n\ndef main():\n    launch.make_accelerator('no')\n"
         "    sys.stdout.write(f'imported {beside.VALUE}\\n')\n\n\nlaunch.run(main)\n"
     )
-    command = [sys.executable, str(tmp_path / "mine.py"), "--config_file", "accelerate_configs/ddp.yaml"]
+    command = [
+        sys.executable,
+        str(tmp_path / "mine.py"),
+        "--config_file",
+        "accelerate_configs/ddp.yaml",
+    ]
     assert start(command).succeeded().out.count("imported 5") == 2

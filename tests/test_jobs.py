@@ -13,7 +13,14 @@ from tests.matrix import LABELLED, runs
 from tests.runs import lines_of, start
 
 EXPECTED = {
-    "six classes": {"accuracy", "f1_macro", "f1_micro", "f1_weighted", "per_class", "confusion_matrix"},
+    "six classes": {
+        "accuracy",
+        "f1_macro",
+        "f1_micro",
+        "f1_weighted",
+        "per_class",
+        "confusion_matrix",
+    },
     "multi-label": {"accuracy", "f1_macro", "f1_micro", "f1_weighted", "per_class"},
     "regression": {"mse", "mae", "pearson"},
     "several numbers": {"mse", "mae", "pearson", "per_output"},
@@ -42,15 +49,30 @@ def test_every_kind_of_label(kind: str) -> None:
         for place, name in enumerate(labels):
             errors[name] = float(np.mean((guesses[:, place] - np.array(truth)[:, place]) ** 2))
             assert last["per_output"][name]["mse"] == pytest.approx(errors[name], rel=1e-4)
-        assert [last["loss"], last["mse"]] == pytest.approx([np.mean([*errors.values()])] * 2, rel=1e-4)
-    for name in ("config.json", "metrics.jsonl", "report.html", "model/config.json", "model/README.md"):
+        assert [last["loss"], last["mse"]] == pytest.approx(
+            [np.mean([*errors.values()])] * 2, rel=1e-4
+        )
+    for name in (
+        "config.json",
+        "metrics.jsonl",
+        "report.html",
+        "model/config.json",
+        "model/README.md",
+    ):
         assert (run / name).stat().st_size > 0
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["single", "zero3 x2", "fsdp2 x2"])
 def test_the_best_model_is_loaded_and_evaluated(way: str) -> None:
-    settings = ["--metric_for_best_model", "f1_macro", "--early_stopping_patience", "3", "--eval_every", "1"]
+    settings = [
+        "--metric_for_best_model",
+        "f1_macro",
+        "--early_stopping_patience",
+        "3",
+        "--eval_every",
+        "1",
+    ]
     settings += ["--learning_rate", "0.05", "--dropout", "0", "--max_steps", "40"]
     words = [*LABELLED, "--train_file", inputs.labelled("six classes", "train"), *settings]
     run = runs(way).run("best model", "recipes.cls", words)
@@ -83,7 +105,10 @@ def test_predict_answers_for_texts_and_lines_of_a_file(tmp_path: Path, toolkit_c
     (answer,) = start(["toolkit", "predict", model, "--text", texts[0]]).out.splitlines()
     assert re.fullmatch(r"label_0 -?[\d.e-]+ label_1 -?[\d.e-]+  good film", answer)
     start(["toolkit", "predict", model, tmp_path / "new.txt", "--overwrite"])
-    assert list(pd.read_csv(tmp_path / "new.predictions.csv"))[1:] == ["prediction_label_0", "prediction_label_1"]
+    assert list(pd.read_csv(tmp_path / "new.predictions.csv"))[1:] == [
+        "prediction_label_0",
+        "prediction_label_1",
+    ]
     both = start(["toolkit", "predict", trained, tmp_path / "new.txt", "--text", "a"])
     assert both.code == 1
     assert "needs a FILE or --text, one of them" in both.error_lines[0]
@@ -92,7 +117,13 @@ def test_predict_answers_for_texts_and_lines_of_a_file(tmp_path: Path, toolkit_c
 @pytest.mark.multiprocess
 def test_the_literal_command_runs_the_demo(tmp_path: Path) -> None:
     """Real weights, real reviews, two processes; the first steps of it."""
-    words = ["accelerate", "launch", "recipes/cls.py", "--config_file", "accelerate_configs/ddp.yaml"]
+    words = [
+        "accelerate",
+        "launch",
+        "recipes/cls.py",
+        "--config_file",
+        "accelerate_configs/ddp.yaml",
+    ]
     words += ["--max_steps", "3", "--max_eval_samples", "64", "--output_dir", str(tmp_path / "run")]
     start(words, env={"TESTS_WITHOUT_PAGES": ""}).succeeded()
     config = json.loads((tmp_path / "run" / "config.json").read_text())

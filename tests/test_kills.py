@@ -35,7 +35,9 @@ def settings(tiny_job: list[str]) -> list[str]:
 def baseline(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Way -> the folder of an uninterrupted run."""
     root = tmp_path_factory.mktemp("baseline")
-    return functools.cache(lambda way: run_of([*settings, *WAYS[way]], root / way.replace(" ", "-")))
+    return functools.cache(
+        lambda way: run_of([*settings, *WAYS[way]], root / way.replace(" ", "-"))
+    )
 
 
 def assert_resumed(folder: Path, expected: Path, rel: float = 1e-6, stopped: bool = False) -> None:
@@ -43,7 +45,9 @@ def assert_resumed(folder: Path, expected: Path, rel: float = 1e-6, stopped: boo
     checkpoint that it saved then, in place of an earlier one."""
     assert_same_run(folder, expected, rel)
     assert best_step(folder) == best_step(expected)
-    checkpoints = [sorted(path.name for path in (run / "checkpoints").iterdir()) for run in (folder, expected)]
+    checkpoints = [
+        sorted(path.name for path in (run / "checkpoints").iterdir()) for run in (folder, expected)
+    ]
     assert stopped or checkpoints[0] == checkpoints[1]
     assert readable(folder / "checkpoints")[0].name == readable(expected / "checkpoints")[0].name
 
@@ -51,7 +55,9 @@ def assert_resumed(folder: Path, expected: Path, rel: float = 1e-6, stopped: boo
 @pytest.mark.parametrize("event", slow_but(range(1, 200), *QUICK))
 def test_inside_a_save(event: int, settings: list[str], baseline: Runs, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    killed = recipe(str(event), "0", *settings, "--output_dir", folder, script="tests/kill_worker.py")
+    killed = recipe(
+        str(event), "0", *settings, "--output_dir", folder, script="tests/kill_worker.py"
+    )
     assert killed.code == -signal.SIGKILL, killed.err[-3000:]
     train(*settings, "--output_dir", folder)
     assert_resumed(folder, baseline("single"))
@@ -92,12 +98,18 @@ def _start_and_kill(way: str, target: str, seed: int, settings: list[str], folde
 
 KILLS = list(itertools.product(["ddp x2", "zero1 x2", "zero2 x2", "zero3 x2", "fsdp2 x2"],
                                ["one rank", "all ranks", "the launcher"], range(4)))  # fmt: skip
-QUICK_KILLS = [("ddp x2", "one rank", 0), ("zero2 x2", "all ranks", 0), ("zero3 x2", "the launcher", 0)]
+QUICK_KILLS = [
+    ("ddp x2", "one rank", 0),
+    ("zero2 x2", "all ranks", 0),
+    ("zero3 x2", "the launcher", 0),
+]
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("kill", slow_but(KILLS, *QUICK_KILLS), ids=str)
-def test_at_random(kill: Any, settings: list[str], baseline: Runs, tmp_path: Path, fault: Fault) -> None:
+def test_at_random(
+    kill: Any, settings: list[str], baseline: Runs, tmp_path: Path, fault: Fault
+) -> None:
     way, target, seed = kill
     expected, folder = baseline(way), tmp_path / "run"
     stderr = _start_and_kill(way, target, seed, settings, folder)
@@ -114,7 +126,9 @@ CHANGES = [("zero3 x2", "single"), ("ddp x3", "zero2 x2"), ("zero2 x2", "ddp x2"
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("ways", slow_but(CHANGES, CHANGES[0]), ids=" -> ".join)
-def test_killed_and_resumed_under_another_strategy(ways: tuple[str, str], settings: list[str], tmp_path: Path) -> None:
+def test_killed_and_resumed_under_another_strategy(
+    ways: tuple[str, str], settings: list[str], tmp_path: Path
+) -> None:
     """Without dropout: its masks depend on the rank."""
     way, other = ways
     same = [*settings, "--dropout", "0"]

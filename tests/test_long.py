@@ -23,7 +23,17 @@ from toolkit.data.batches import GlobalBatches, micro_batches
 STEPS, STOPPED, FIRST = 4, 2, 64
 SEED = 42
 # the weights stand still, so that the loss of each step is known beforehand
-STILL = [*LONG, "--max_length", 4096, "--learning_rate", "1e-30", "--warmup_steps", 0, "--weight_decay", 0]
+STILL = [
+    *LONG,
+    "--max_length",
+    4096,
+    "--learning_rate",
+    "1e-30",
+    "--warmup_steps",
+    0,
+    "--weight_decay",
+    0,
+]
 ALONE = [*STILL, "--per_device_batch_size", 1, "--per_device_eval_batch_size", 1]
 # Promise 1: the losses, the evaluations and every probability
 assert_same = functools.partial(assert_same_run, probabilities=3e-6)
@@ -43,7 +53,9 @@ def lengths_of(most: int) -> np.ndarray:
     """(48,): the tokens of the training texts, without the toolkit."""
     tokenizer = AutoTokenizer.from_pretrained(inputs.sharp_model())
     texts = list(pd.read_csv(inputs.long_split("train"))["text"])
-    return np.array([len(ids) for ids in tokenizer(texts, truncation=True, max_length=most)["input_ids"]])
+    return np.array(
+        [len(ids) for ids in tokenizer(texts, truncation=True, max_length=most)["input_ids"]]
+    )
 
 
 def test_the_references_could_differ() -> None:
@@ -63,15 +75,27 @@ def test_the_references_could_differ() -> None:
     lengths = lengths_of(most=704)
     order = list(GlobalBatches(lengths, 12, SEED, epoch=0))
     for world in (1, 2):
-        assert len({len(micro_batches(of_lengths(lengths), batch, 12, 0, world, 1250)) for batch in order}) > 1
+        assert (
+            len(
+                {
+                    len(micro_batches(of_lengths(lengths), batch, 12, 0, world, 1250))
+                    for batch in order
+                }
+            )
+            > 1
+        )
 
 
 @pytest.mark.multiprocess
 def test_it_goes_on_under_another_way() -> None:
     saved = stopped() / "checkpoints" / f"step-{STOPPED:08d}"
     resumed = single("resumed", [*SPARSE, "--resume", saved])
-    assert [line["step"] for line in lines_of(resumed / "metrics.jsonl")] == list(range(STOPPED + 1, STEPS + 1))
-    assert losses_of(resumed) == pytest.approx(losses_of(runs("single")["long"])[STOPPED:], rel=1e-5)
+    assert [line["step"] for line in lines_of(resumed / "metrics.jsonl")] == list(
+        range(STOPPED + 1, STEPS + 1)
+    )
+    assert losses_of(resumed) == pytest.approx(
+        losses_of(runs("single")["long"])[STOPPED:], rel=1e-5
+    )
 
 
 COMMANDS = {
@@ -85,13 +109,17 @@ COMMANDS = {
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("command", slow_but(COMMANDS, *list(COMMANDS)[:2]))
 def test_command(command: str, tmp_path: Path) -> None:
-    finished = start([*command.split(), *words_of(SPARSE), "--output_dir", tmp_path / "run"]).succeeded()
+    finished = start(
+        [*command.split(), *words_of(SPARSE), "--output_dir", tmp_path / "run"]
+    ).succeeded()
     world = json.loads((tmp_path / "run" / "config.json").read_text())["world"]
     assert (world["num_processes"], world["distributed_type"]) == (COMMANDS[command], "DEEPSPEED")
     assert world["deepspeed"]["zero_optimization"]["stage"] == 2
     assert_same(run := tmp_path / "run", runs("single")["long"])
     # the last two evaluations are of the saved model: of the texts' beginnings, and of all of them
-    whole, beginnings = sorted(lines_of(run / "eval.jsonl")[-2:], key=lambda line: "max_length" in line)
+    whole, beginnings = sorted(
+        lines_of(run / "eval.jsonl")[-2:], key=lambda line: "max_length" in line
+    )
     assert (beginnings["split"], beginnings["max_length"]) == (f"validation_first_{FIRST}", FIRST)
     assert whole["split"] == "validation"
     assert "max_length" not in whole
@@ -101,7 +129,9 @@ def test_command(command: str, tmp_path: Path) -> None:
     assert len(lines_of(run / "predictions.jsonl")) == 12
     said = finished.out[finished.out.index("done in") :]
     assert f"reading the first {FIRST} tokens only" in said
-    assert said.count(f"accuracy {whole['accuracy']:.4f}") >= 2  # beside its own line, beside the other's
+    assert (
+        said.count(f"accuracy {whole['accuracy']:.4f}") >= 2
+    )  # beside its own line, beside the other's
     assert f"accuracy {beginnings['accuracy']:.4f}" in said
 
 
@@ -110,13 +140,17 @@ def test_command(command: str, tmp_path: Path) -> None:
 def test_the_default_job(tmp_path: Path) -> None:
     """No data, no model: IMDB reviews of more than 512 tokens, a BigBird made of MiniLM; a twentieth of the epoch."""
     part = ["--max_train_samples", "160", "--max_eval_samples", "40"]
-    start(["deepspeed", "recipes/bigbird.py", *part, "--output_dir", tmp_path / "run"], seconds=600).succeeded()
+    start(
+        ["deepspeed", "recipes/bigbird.py", *part, "--output_dir", tmp_path / "run"], seconds=600
+    ).succeeded()
     whole, first = lines_of(tmp_path / "run" / "eval.jsonl")
     assert first["num_samples"] == whole["num_samples"] == 40
     assert first["max_length"] == 512
     world = json.loads((tmp_path / "run" / "config.json").read_text())["world"]
     assert world["deepspeed"]["zero_optimization"]["stage"] == 2
-    lost = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model", output_loading_info=True)[1]
+    lost = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "run" / "model", output_loading_info=True
+    )[1]
     assert not lost["missing_keys"]
 
 
@@ -139,7 +173,11 @@ def own_logits(folder: Path, texts: list[str], training: bool) -> torch.Tensor:
     for text in texts:
         model.bert.set_attention_type("block_sparse")
         with torch.no_grad():
-            found.append(model(**tokenizer(text, truncation=True, max_length=4096, return_tensors="pt")).logits)
+            found.append(
+                model(
+                    **tokenizer(text, truncation=True, max_length=4096, return_tensors="pt")
+                ).logits
+            )
     return torch.cat(found)
 
 
@@ -152,9 +190,13 @@ def test_short_texts_before_long_ones() -> None:
     still_losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none").numpy()
     lengths = lengths_of(most=4096)
     order = GlobalBatches(lengths, 12, SEED, epoch=0)
-    assert any((lengths[batch] <= 704).any() for batch in [*order][:-1])  # and long ones in later steps
+    assert any(
+        (lengths[batch] <= 704).any() for batch in [*order][:-1]
+    )  # and long ones in later steps
     assert len(order) == STEPS
-    assert losses_of(run) == pytest.approx([still_losses[batch].mean() for batch in order], rel=1e-5)
+    assert losses_of(run) == pytest.approx(
+        [still_losses[batch].mean() for batch in order], rel=1e-5
+    )
 
 
 def test_a_text_is_read_alike_in_every_batch() -> None:
@@ -165,15 +207,36 @@ def test_a_text_is_read_alike_in_every_batch() -> None:
 
 def test_the_saved_model_predicts_the_same(tmp_path: Path) -> None:
     """By transformers alone, and by `toolkit predict`: a text at a time, as that run evaluated."""
-    run, file, output = single("alone", ALONE), inputs.long_split("validation"), tmp_path / "out.csv"
+    run, file, output = (
+        single("alone", ALONE),
+        inputs.long_split("validation"),
+        tmp_path / "out.csv",
+    )
     written = lines_of(run / "predictions.jsonl")
     expected = np.array([line["probabilities"] for line in written])
-    own = own_logits(run / "model", list(pd.read_csv(file)["text"]), training=False).softmax(dim=-1).numpy()
+    own = (
+        own_logits(run / "model", list(pd.read_csv(file)["text"]), training=False)
+        .softmax(dim=-1)
+        .numpy()
+    )
     assert own == pytest.approx(expected, abs=3e-6)
-    start(["toolkit", "predict", run / "model", file, "--output", output, "--per_device_batch_size", "1"]).succeeded()
+    start(
+        [
+            "toolkit",
+            "predict",
+            run / "model",
+            file,
+            "--output",
+            output,
+            "--per_device_batch_size",
+            "1",
+        ]
+    ).succeeded()
     table = pd.read_csv(output)
     assert list(table["prediction"]) == [line["prediction"] for line in written]
-    assert table[["probability_neg", "probability_pos"]].to_numpy() == pytest.approx(expected, abs=3e-6)
+    assert table[["probability_neg", "probability_pos"]].to_numpy() == pytest.approx(
+        expected, abs=3e-6
+    )
 
 
 @pytest.mark.multiprocess

@@ -27,7 +27,15 @@ CLS: dict[str, list[Any]] = {
     "plain": CLASSES,
     "regularized": [*CLASSES, *BOTH, "--ema_decay", 0.9],
     "lora": [*CLASSES, *BOTH, "--lora_r", 2, "--gradient_checkpointing"],
-    "class weights": [*CLASSES, "--class_weights", "balanced", "--loss", "focal", "--sampling", "sqrt"],
+    "class weights": [
+        *CLASSES,
+        "--class_weights",
+        "balanced",
+        "--loss",
+        "focal",
+        "--sampling",
+        "sqrt",
+    ],
     "pos_weight": [*TAGS, *BOTH, "--pos_weight", "balanced", "--loss", "focal"],
     "numbers": [*NUMBERS, "--fgm_epsilon", 0.5],
     "teacher": [*CLASSES, "--teacher", "TEACHER"],
@@ -43,10 +51,15 @@ BIGBIRD: dict[str, list[Any]] = {
     "regularized": [*LONG, *BOTH, "--ema_decay", 0.9, "--gradient_checkpointing"],
     "lora": [*LONG, "--lora_r", 2],
 }
-TITLE: dict[str, list[Any]] = {"plain": [], "averaged": ["--ema_decay", 0.9, "--gradient_checkpointing"]}
+TITLE: dict[str, list[Any]] = {
+    "plain": [],
+    "averaged": ["--ema_decay", 0.9, "--gradient_checkpointing"],
+}
 PRETRAIN: dict[str, list[Any]] = {"new head": ["--new_head", "true", "--whole_word_mask", "true"]}
 RECIPES = {"cls": CLS, "bigbird": BIGBIRD, "title": TITLE, "pretrain": PRETRAIN}
-JOBS = {f"{name} {job}": (name, words) for name, jobs in RECIPES.items() for job, words in jobs.items()}
+JOBS = {
+    f"{name} {job}": (name, words) for name, jobs in RECIPES.items() for job, words in jobs.items()
+}
 # synchronizations in transformers' forward pass, one per architecture
 WAITS = {"DeBERTa-v2": "modeling_deberta_v2.py", "DeBERTa-v3": "modeling_deberta_v2.py",
          "Longformer": "is_index_global_attn.flatten().any().item()", "Qwen3": "find_packed_sequence_indices",
@@ -60,7 +73,9 @@ def files(
 ) -> dict[str, Path]:
     """The data of each recipe."""
     table, path = pd.read_csv(reviews), tmp_path_factory.mktemp("rows") / "rows.csv"
-    table["tags"] = table["label"] + table["text"].str.contains("film").map({True: "|film", False: ""})
+    table["tags"] = table["label"] + table["text"].str.contains("film").map(
+        {True: "|film", False: ""}
+    )
     table["length"] = table["text"].str.len() / 100
     table.to_csv(path, index=False)
     return {"cls": path, "bigbird": long_reviews, "title": articles, "pretrain": path}
@@ -90,7 +105,10 @@ def trace(
 
 @pytest.fixture(scope="module")
 def notes(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, files: dict[str, Path], teacher: Path
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_model: Path,
+    files: dict[str, Path],
+    teacher: Path,
 ) -> dict[str, Any]:
     jobs = {
         job: (name, tiny_model, META + [teacher if word == "TEACHER" else word for word in words])
@@ -112,7 +130,9 @@ def test_every_architecture_stays_on_the_device(tmp_path: Path, files: dict[str,
                *architecture.settings])
         for name, architecture in ARCHITECTURES.items()
     }  # fmt: skip
-    waits = {name: str(notes) for name, notes in trace(tmp_path, files, jobs).items() if notes != CLEAN}
+    waits = {
+        name: str(notes) for name, notes in trace(tmp_path, files, jobs).items() if notes != CLEAN
+    }
     assert waits.keys() == WAITS.keys(), waits
     assert [name for name, where in WAITS.items() if where not in waits[name]] == []
 
@@ -131,8 +151,17 @@ def test_copies_from_the_cpu_are_noted(compute: Callable[[torch.Tensor], Any]) -
 
 @pytest.mark.parametrize(
     "compute",
-    [torch.Tensor.item, torch.Tensor.cpu, bool, torch.nonzero, torch.Tensor.tolist, lambda x: x + torch.ones(2)],
+    [
+        torch.Tensor.item,
+        torch.Tensor.cpu,
+        bool,
+        torch.nonzero,
+        torch.Tensor.tolist,
+        lambda x: x + torch.ones(2),
+    ],
 )
 def test_synchronizations_raise(compute: Callable[[torch.Tensor], Any]) -> None:
     with pytest.raises((RuntimeError, NotImplementedError)):
-        compute(torch.ones(2, device=DEVICE) if compute is not bool else torch.ones((), device=DEVICE))
+        compute(
+            torch.ones(2, device=DEVICE) if compute is not bool else torch.ones((), device=DEVICE)
+        )

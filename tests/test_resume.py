@@ -55,9 +55,13 @@ def assert_same_run(actual: Path, expected: Path) -> None:
     """Each step and each evaluation once, with the same numbers; the same weights, best model and links."""
     runs.assert_same_run(actual, expected, rel=1e-6)
     for key in ("epoch", "learning_rate", "grad_norm", "samples", "tokens"):
-        values, wanted = ([line[key] for line in lines_of(run / "metrics.jsonl")] for run in (actual, expected))
+        values, wanted = (
+            [line[key] for line in lines_of(run / "metrics.jsonl")] for run in (actual, expected)
+        )
         assert values == pytest.approx(wanted, rel=1e-6), key
-    assert_same_weights(actual / "model" / "model.safetensors", expected / "model" / "model.safetensors")
+    assert_same_weights(
+        actual / "model" / "model.safetensors", expected / "model" / "model.safetensors"
+    )
     assert_same_weights(last_weights(actual), last_weights(expected))
     assert best_step(actual) == best_step(expected)
     assert (actual / "checkpoints/best").readlink() == (expected / "checkpoints/best").readlink()
@@ -97,7 +101,9 @@ def test_resumed_exactly(step: int, settings: list[Any], whole: Path, tmp_path: 
     assert digests(run / "checkpoints").keys() >= digests(whole / "checkpoints").keys()
 
 
-def test_its_precision_stays_unless_another_is_asked_for(whole: Path, settings: list[Any], tmp_path: Path) -> None:
+def test_its_precision_stays_unless_another_is_asked_for(
+    whole: Path, settings: list[Any], tmp_path: Path
+) -> None:
     """`auto` takes the checkpoint's."""
     auto = [*settings, "--mixed_precision", "auto"]
     run = rewound(whole, tmp_path / "run", 18)
@@ -106,22 +112,30 @@ def test_its_precision_stays_unless_another_is_asked_for(whole: Path, settings: 
     assert "changed since" not in message
     assert_same_run(run, whole)
     other = rewound(whole, tmp_path / "other", 18)
-    message = train(*auto, "--mixed_precision", "bf16", "--save_dtype", "bf16", "--output_dir", other)
+    message = train(
+        *auto, "--mixed_precision", "bf16", "--save_dtype", "bf16", "--output_dir", other
+    )
     assert "mixed_precision was no and is bf16" in message
     assert read_step(other / "model") == best_step(whole)
     assert json.loads((other / "model" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_a_torn_last_line_and_a_lost_model_are_written_again(settings: list[Any], whole: Path, tmp_path: Path) -> None:
+def test_a_torn_last_line_and_a_lost_model_are_written_again(
+    settings: list[Any], whole: Path, tmp_path: Path
+) -> None:
     run = rewound(whole, tmp_path / "run", 15)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join(lines[:14]) + lines[15][:20])  # the line of step 15 is missing, too
+    (run / "metrics.jsonl").write_text(
+        "".join(lines[:14]) + lines[15][:20]
+    )  # the line of step 15 is missing, too
     shutil.rmtree(run / "model")
     train(*settings, "--output_dir", run)
     assert_same_run(run, whole)
 
 
-def test_a_lost_model_folder_gets_the_average_of_the_weights_again(settings: list[Any], tmp_path: Path) -> None:
+def test_a_lost_model_folder_gets_the_average_of_the_weights_again(
+    settings: list[Any], tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     arguments = [*settings, "--max_steps", 8, "--ema_decay", 0.6, "--output_dir", run]
     train(*arguments)
@@ -136,10 +150,15 @@ def test_a_lost_model_folder_gets_the_average_of_the_weights_again(settings: lis
     converted = load_file(tmp_path / "out" / "model.safetensors")
     assert all((converted[name] == values).all() for name, values in saved.items())
     train(*settings, "--max_steps", 10, "--output_dir", run)
-    assert not any(name.startswith("ema.") for name in load_file(run / "checkpoints" / "last/optimizer.safetensors"))
+    assert not any(
+        name.startswith("ema.")
+        for name in load_file(run / "checkpoints" / "last/optimizer.safetensors")
+    )
 
 
-def test_lines_lost_in_a_power_cut_are_named(settings: list[Any], whole: Path, tmp_path: Path, fault: Fault) -> None:
+def test_lines_lost_in_a_power_cut_are_named(
+    settings: list[Any], whole: Path, tmp_path: Path, fault: Fault
+) -> None:
     """Lines logged before the checkpoint are missing, or NULs: the run continues without them."""
     run = rewound(whole, tmp_path / "run", 18)
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
@@ -151,21 +170,31 @@ def test_lines_lost_in_a_power_cut_are_named(settings: list[Any], whole: Path, t
     assert [line["step"] for line in lines_of(run / "metrics.jsonl")] == [1, *range(3, STEPS + 1)]
     assert [line["step"] for line in lines_of(run / "eval.jsonl")][:1] == [STEPS]
     line = next(line for line in message.splitlines() if "has 16 of" in line)
-    fault("a power cut that empties metrics.jsonl or leaves NULs in it", line, "those lines of the log")
+    fault(
+        "a power cut that empties metrics.jsonl or leaves NULs in it",
+        line,
+        "those lines of the log",
+    )
 
 
-def test_a_moved_model_is_no_other_job(settings: list[Any], whole: Path, tmp_path: Path, tiny_model: Path) -> None:
+def test_a_moved_model_is_no_other_job(
+    settings: list[Any], whole: Path, tmp_path: Path, tiny_model: Path
+) -> None:
     """Its content is compared, not its path."""
     run, moved = rewound(whole, tmp_path / "run", 18), tmp_path / "moved"
     shutil.copytree(tiny_model, moved)
     assert "step 18 of" in train(*settings, "--output_dir", run, "--model_name_or_path", moved)
     weights = next(moved.glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
-    message = failed(*settings, "--output_dir", run, "--model_name_or_path", moved, "--max_steps", STEPS + 2)
+    message = failed(
+        *settings, "--output_dir", run, "--model_name_or_path", moved, "--max_steps", STEPS + 2
+    )
     assert "belongs to another job: the content of the model's files has changed" in message
 
 
-def test_without_a_best_checkpoint_the_next_evaluation_counts(settings: list[Any], whole: Path, tmp_path: Path) -> None:
+def test_without_a_best_checkpoint_the_next_evaluation_counts(
+    settings: list[Any], whole: Path, tmp_path: Path
+) -> None:
     run, best = rewound(whole, tmp_path / "run", 18), best_step(whole)
     shutil.rmtree(run / "model")
     shutil.rmtree(checkpoint(run, best))
@@ -177,7 +206,15 @@ def test_without_a_best_checkpoint_the_next_evaluation_counts(settings: list[Any
 
 def test_the_best_model_until_the_checkpoint(settings: list[Any], tmp_path: Path) -> None:
     """Resumed before the best step: `best` and model/ are of the best step until then."""
-    arguments = [*settings, "--metric_for_best_model", "loss", "--max_steps", 9, "--warmup_steps", 0]
+    arguments = [
+        *settings,
+        "--metric_for_best_model",
+        "loss",
+        "--max_steps",
+        9,
+        "--warmup_steps",
+        0,
+    ]
     train(*arguments, "--output_dir", tmp_path / "whole")
     state = folders.read_state(checkpoint(tmp_path / "whole", 6))["best"]
     target = (tmp_path / "whole" / "checkpoints" / "best").resolve()
@@ -194,7 +231,9 @@ def test_from_a_path_into_a_new_folder(settings: list[Any], whole: Path, tmp_pat
     assert [line["step"] for line in lines_of(run / "metrics.jsonl")] == list(range(10, STEPS + 1))
     assert losses_of(run) == pytest.approx(losses_of(whole)[9:], rel=1e-6)
     assert_same_weights(last_weights(run), last_weights(whole))
-    assert Path(json.loads((run / "config.json").read_text())["resumed_from"]) == checkpoint(whole, 9)
+    assert Path(json.loads((run / "config.json").read_text())["resumed_from"]) == checkpoint(
+        whole, 9
+    )
 
 
 OTHER: dict[str, list[Any]] = {
@@ -207,15 +246,23 @@ OTHER: dict[str, list[Any]] = {
 }
 
 
-def test_a_refused_job_changes_nothing(settings: list[Any], whole: Path, tmp_path: Path, reviews: Path) -> None:
+def test_a_refused_job_changes_nothing(
+    settings: list[Any], whole: Path, tmp_path: Path, reviews: Path
+) -> None:
     run = rewound(whole, tmp_path / "run", 15)
     before = digests(run)
     for message, more in OTHER.items():
         assert message in failed(*settings, "--output_dir", run, *more)
-    every = failed(*settings, "--output_dir", run, *(word for more in OTHER.values() for word in more))
+    every = failed(
+        *settings, "--output_dir", run, *(word for more in OTHER.values() for word in more)
+    )
     assert all(message in every for message in OTHER)
-    (tmp_path / "fewer.csv").write_text("".join(reviews.read_text().splitlines(keepends=True)[:150]))
-    assert "train_file was" in failed(*settings, "--output_dir", run, "--train_file", tmp_path / "fewer.csv")
+    (tmp_path / "fewer.csv").write_text(
+        "".join(reviews.read_text().splitlines(keepends=True)[:150])
+    )
+    assert "train_file was" in failed(
+        *settings, "--output_dir", run, "--train_file", tmp_path / "fewer.csv"
+    )
     assert digests(run) == before
 
 
@@ -240,28 +287,37 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_a_damaged_one_is_skipped(what: str, settings: list[Any], whole: Path, tmp_path: Path, fault: Fault) -> None:
+def test_a_damaged_one_is_skipped(
+    what: str, settings: list[Any], whole: Path, tmp_path: Path, fault: Fault
+) -> None:
     """Other damage: tests/checkpoint/test_folder.py."""
     run = rewound(whole, tmp_path / "run", 18)
     DAMAGE[what](checkpoint(run, 18))
     message = train(*settings, "--output_dir", run)
     assert "checkpoint step-00000018: " in message
     assert ": skipped" in message
-    assert f"resuming from {checkpoint(run, 16)}" in message or f"resuming from {checkpoint(run, 15)}" in message
+    assert (
+        f"resuming from {checkpoint(run, 16)}" in message
+        or f"resuming from {checkpoint(run, 15)}" in message
+    )
     assert_same_run(run, whole)
     assert folders.find_fault(checkpoint(run, 18)) == ""  # it was saved anew
     line = next(line for line in message.splitlines() if ": skipped" in line)
     fault(f"a damaged checkpoint: {what}", line, "the steps since the checkpoint before it")
 
 
-def test_nothing_sound_is_an_error(settings: list[Any], whole: Path, tmp_path: Path, fault: Fault) -> None:
+def test_nothing_sound_is_an_error(
+    settings: list[Any], whole: Path, tmp_path: Path, fault: Fault
+) -> None:
     run = rewound(whole, tmp_path / "run", 6)
     for path in (run / "checkpoints").glob("step-*"):
         flip(path / "weights.safetensors")
     before = digests(run)
     message = failed(*settings, "--output_dir", run)
     assert "every checkpoint is damaged" in message
-    assert message.count("weights.safetensors is damaged") == len(list((run / "checkpoints").glob("step-*")))
+    assert message.count("weights.safetensors is damaged") == len(
+        list((run / "checkpoints").glob("step-*"))
+    )
     assert digests(run) == before
     fault("all checkpoints are damaged", message, "nothing more: the run is left as it is")
 
@@ -271,10 +327,16 @@ def test_a_finished_run_stays_as_it_is(settings: list[Any], whole: Path, tmp_pat
     train(*settings, "--output_dir", run)
     assert_same_run(run, whole)
     changed = {name for name, value in digests(whole).items() if digests(run).get(name) != value}
-    assert not {name for name in changed if name.startswith("checkpoints") or name.endswith(("safetensors", "jsonl"))}
+    assert not {
+        name
+        for name in changed
+        if name.startswith("checkpoints") or name.endswith(("safetensors", "jsonl"))
+    }
 
 
-def test_a_finished_run_goes_on_when_asked_for_more(settings: list[Any], whole: Path, tmp_path: Path) -> None:
+def test_a_finished_run_goes_on_when_asked_for_more(
+    settings: list[Any], whole: Path, tmp_path: Path
+) -> None:
     run = Path(shutil.copytree(whole, tmp_path / "run", symlinks=True))
     train(*settings, "--output_dir", run, "--max_steps", 24)
     lines = lines_of(run / "metrics.jsonl")
@@ -283,7 +345,9 @@ def test_a_finished_run_goes_on_when_asked_for_more(settings: list[Any], whole: 
     assert lines[20]["learning_rate"] > 0  # of the longer schedule
 
 
-def test_a_stopped_run_that_ends_without_checkpoint_every(settings: list[Any], whole: Path, tmp_path: Path) -> None:
+def test_a_stopped_run_that_ends_without_checkpoint_every(
+    settings: list[Any], whole: Path, tmp_path: Path
+) -> None:
     """Its last step is saved, so that a longer run does not repeat those since the stop."""
     run = rewound(whole, tmp_path / "run", 15)
     every = settings.index("--checkpoint_every")
@@ -293,7 +357,15 @@ def test_a_stopped_run_that_ends_without_checkpoint_every(settings: list[Any], w
 
 def test_early_stopping_stays_stopped(settings: list[Any], tmp_path: Path) -> None:
     run = tmp_path / "run"
-    arguments = [*settings, "--output_dir", run, "--learning_rate", "1e-12", "--early_stopping_patience", 1]
+    arguments = [
+        *settings,
+        "--output_dir",
+        run,
+        "--learning_rate",
+        "1e-12",
+        "--early_stopping_patience",
+        1,
+    ]
     assert "f1_macro has not improved in 1 evaluations: stopping early" in train(*arguments)
     before = [lines_of(run / name) for name in ("metrics.jsonl", "eval.jsonl")]
     assert len(before[0]) == 8
@@ -301,7 +373,9 @@ def test_early_stopping_stays_stopped(settings: list[Any], tmp_path: Path) -> No
     assert [lines_of(run / name) for name in ("metrics.jsonl", "eval.jsonl")] == before
 
 
-def test_in_the_background_the_same_bytes_are_written(settings: list[Any], whole: Path, tmp_path: Path) -> None:
+def test_in_the_background_the_same_bytes_are_written(
+    settings: list[Any], whole: Path, tmp_path: Path
+) -> None:
     train(*settings, "--output_dir", tmp_path / "run", "--checkpoint_in_background")
     actual, expected = digests(tmp_path / "run" / "checkpoints"), digests(whole / "checkpoints")
     assert actual.keys() == expected.keys()
@@ -309,7 +383,9 @@ def test_in_the_background_the_same_bytes_are_written(settings: list[Any], whole
     same = {name for name in expected if not name.endswith("state.json")}
     assert {name: actual[name] for name in same} == {name: expected[name] for name in same}
     for run in (tmp_path / "run", whole):
-        logged = {line["step"]: line.get("checkpoint_bytes") for line in lines_of(run / "metrics.jsonl")}
+        logged = {
+            line["step"]: line.get("checkpoint_bytes") for line in lines_of(run / "metrics.jsonl")
+        }
         for folder in folders.readable(run / "checkpoints"):
             files = [load_file(path) for path in folder.glob("*.safetensors")]
             size = sum(tensor.nbytes for tensors in files for tensor in tensors.values())
@@ -317,7 +393,9 @@ def test_in_the_background_the_same_bytes_are_written(settings: list[Any], whole
 
 
 @pytest.mark.parametrize("background", ["false", "true"])
-def test_a_full_disk(background: str, settings: list[Any], whole: Path, tmp_path: Path, fault: Fault) -> None:
+def test_a_full_disk(
+    background: str, settings: list[Any], whole: Path, tmp_path: Path, fault: Fault
+) -> None:
     """The model fits, the moments do not. On several processes: tests/test_resume_ways.py."""
     run = rewound(whole, tmp_path / "run", 15)
     largest = (checkpoint(whole, 15) / "optimizer.safetensors").stat().st_size - 1000
@@ -330,4 +408,8 @@ def test_a_full_disk(background: str, settings: list[Any], whole: Path, tmp_path
     assert digests(run / "checkpoints") == before
     train(*settings, "--output_dir", run, *more)
     assert_same_run(run, whole)
-    fault(f"a full disk during a checkpoint (background {background})", message, "the steps since the last checkpoint")
+    fault(
+        f"a full disk during a checkpoint (background {background})",
+        message,
+        "the steps since the last checkpoint",
+    )

@@ -33,12 +33,16 @@ def saved(folder: Path, step: int = SAVED_AT) -> Path:
 
 
 def assert_resumed(actual: Path, expected: Path, rel: float) -> None:
-    assert [line["step"] for line in lines_of(actual / "metrics.jsonl")] == list(range(SAVED_AT + 1, STEPS + 1))
+    assert [line["step"] for line in lines_of(actual / "metrics.jsonl")] == list(
+        range(SAVED_AT + 1, STEPS + 1)
+    )
     assert losses_of(actual) == pytest.approx(losses_of(expected)[SAVED_AT:], rel=rel)
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("way", slow_but(["zero3 x2", "ddp x2", "zero1 x2", "zero2 x2"], "zero3 x2"))
+@pytest.mark.parametrize(
+    "way", slow_but(["zero3 x2", "ddp x2", "zero1 x2", "zero2 x2"], "zero3 x2")
+)
 def test_lora(way: str, settings: list[Any], tmp_path: Path) -> None:
     """One process -> this way -> one process; checkpoints omit the base model's weights."""
     common = [*settings, "--lora_r", 4, "--mixed_precision", "no", "--learning_rate", "1e-2"]
@@ -47,7 +51,11 @@ def test_lora(way: str, settings: list[Any], tmp_path: Path) -> None:
     run([[*common, "--output_dir", many],
          [*common, "--output_dir", tmp_path / "one-to-many", "--resume", saved(one)],
          [*common, "--output_dir", tmp_path / "many-to-many", "--resume", saved(many)]], way, tmp_path)  # fmt: skip
-    run([[*common, "--output_dir", tmp_path / "many-to-one", "--resume", saved(many)]], "single", tmp_path)
+    run(
+        [[*common, "--output_dir", tmp_path / "many-to-one", "--resume", saved(many)]],
+        "single",
+        tmp_path,
+    )
     assert max(losses_of(one)) - min(losses_of(one)) > 0.01
     for name in ("one-to-many", "many-to-many", "many-to-one"):
         assert_resumed(tmp_path / name, one, 1e-5)
@@ -75,19 +83,32 @@ def test_bf16(way: str, settings: list[Any], tmp_path: Path) -> None:
     run(jobs, way, tmp_path)
     for name in ("ddp", "zero", "same"):
         assert folders.read_state(saved(tmp_path / name, STEPS))["mixed_precision"] == "bf16"
-    models = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("ddp", "zero")]
+    models = [
+        load_file(tmp_path / name / "model" / "model.safetensors") for name in ("ddp", "zero")
+    ]
     for name, expected in models[0].items():
         assert models[1][name].dtype == expected.dtype == torch.float32
-        torch.testing.assert_close(models[1][name], expected, rtol=0, atol=6 * 1e-3)  # a step moves a weight by 1e-3
+        torch.testing.assert_close(
+            models[1][name], expected, rtol=0, atol=6 * 1e-3
+        )  # a step moves a weight by 1e-3
     assert_resumed(tmp_path / "same", tmp_path / "zero", 1e-6)
     assert_resumed(tmp_path / "across", tmp_path / "ddp", 2e-2)
     masters = load_file(saved(tmp_path / "zero", STEPS) / folders.WEIGHTS_FILE)
     model = load_file(tmp_path / "zero/model/model.safetensors")
-    assert all(torch.equal(tensor, masters[name]) for name, tensor in model.items())  # fp32, unrounded
+    assert all(
+        torch.equal(tensor, masters[name]) for name, tensor in model.items()
+    )  # fp32, unrounded
     assert json.loads((tmp_path / "zero/model/config.json").read_text())["dtype"] == "float32"
 
 
-TORCHRUN = ["torchrun", "--nproc_per_node", "2", "recipes/cls.py", "--deepspeed_config", "ds_configs/zero2.json"]
+TORCHRUN = [
+    "torchrun",
+    "--nproc_per_node",
+    "2",
+    "recipes/cls.py",
+    "--deepspeed_config",
+    "ds_configs/zero2.json",
+]
 LAUNCHES = {
     "zero2": ["python", "recipes/cls.py", *WAYS["zero2 x2"]],
     "fsdp2": ["python", "recipes/cls.py", *WAYS["fsdp2 x2"]],
@@ -109,10 +130,14 @@ def test_a_full_disk(launch: str, settings: list[Any], tmp_path: Path) -> None:
     with port_of(command):
         finished = start(["bash", "-c", limited], seconds=60)
     assert finished.code == 1, finished.err[-3000:]
-    errors = [line for line in finished.err.splitlines() if line.startswith("[rank ") and "error:" in line]
+    errors = [
+        line for line in finished.err.splitlines() if line.startswith("[rank ") and "error:" in line
+    ]
     assert len(errors) == 1, finished.err[-3000:]
     assert "earlier checkpoints are untouched" in errors[0]
     assert folders.readable(folder / "checkpoints") == [saved(folder)]
     message = start(command).succeeded().err
     assert f"resuming from {saved(folder)}: step {SAVED_AT} of {STEPS}" in message
-    assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == list(
+        range(1, STEPS + 1)
+    )

@@ -36,20 +36,36 @@ def finished(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> P
 )  # fmt: skip
 def test_refused(changed: list[str], message: str, settings: list[str], finished: Path) -> None:
     before = digests(finished)
-    assert message in failed(*settings, "--checkpoint_every", "2", *changed, "--output_dir", finished)
+    assert message in failed(
+        *settings, "--checkpoint_every", "2", *changed, "--output_dir", finished
+    )
     assert digests(finished) == before
 
 
-def test_an_evaluation_is_repeated_with_smaller_batches(settings: list[str], finished: Path, tmp_path: Path) -> None:
+def test_an_evaluation_is_repeated_with_smaller_batches(
+    settings: list[str], finished: Path, tmp_path: Path
+) -> None:
     run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
-    train(*settings, "--max_steps", 4, "--checkpoint_every", 2, "--max_tokens_per_batch", 140, "--output_dir", run)
+    train(
+        *settings,
+        "--max_steps",
+        4,
+        "--checkpoint_every",
+        2,
+        "--max_tokens_per_batch",
+        140,
+        "--output_dir",
+        run,
+    )
 
 
 def test_two_at_once(settings: list[str], tmp_path: Path, fault: Fault) -> None:
     """The second is refused with the first one's process id; the first continues."""
     folder = tmp_path / "run"
     words = [*settings, "--max_steps", "30", "--checkpoint_every", "15", "--output_dir", folder]
-    with fork(["tests/failing_worker.py", "stands still", "0", *words], {"TESTS_WITHOUT_PAGES": ""}) as first:
+    with fork(
+        ["tests/failing_worker.py", "stands still", "0", *words], {"TESTS_WITHOUT_PAGES": ""}
+    ) as first:
         wait_until_stopped(first)
         second = recipe(*words)
         first.send_signal(signal.SIGCONT)
@@ -60,12 +76,21 @@ def test_two_at_once(settings: list[str], tmp_path: Path, fault: Fault) -> None:
     fault("a second run into the same folder", second.err)
 
 
-def test_a_run_that_failed_before_its_first_step_is_replaced(settings: list[str], tmp_path: Path) -> None:
+def test_a_run_that_failed_before_its_first_step_is_replaced(
+    settings: list[str], tmp_path: Path
+) -> None:
     """A loss that is not finite; a config.json that is not a run's is not overwritten."""
-    rows, options = tmp_path / "rows.csv", [*settings, "--max_steps", "2", "--output_dir", tmp_path / "run"]
-    rows.write_text("text,label\n" + "".join(f"word {i},{i}.5\n" for i in range(11)) + "huge,1e30\n")
+    rows, options = (
+        tmp_path / "rows.csv",
+        [*settings, "--max_steps", "2", "--output_dir", tmp_path / "run"],
+    )
+    rows.write_text(
+        "text,label\n" + "".join(f"word {i},{i}.5\n" for i in range(11)) + "huge,1e30\n"
+    )
     regression = ["--train_file", rows, "--validation_file", rows]
-    recipe(*options, *regression).says_in_one_line("step 1", "loss of rows 12 is not finite", "--learning_rate")
+    recipe(*options, *regression).says_in_one_line(
+        "step 1", "loss of rows 12 is not finite", "--learning_rate"
+    )
     assert (tmp_path / "run" / "config.json").is_file()
     assert not (tmp_path / "run" / "model").exists()
     train(*options)
@@ -75,19 +100,36 @@ def test_a_run_that_failed_before_its_first_step_is_replaced(settings: list[str]
     assert "already contains a run (config.json)" in message
 
 
-def test_a_full_disk_at_the_end(settings: list[str], finished: Path, tmp_path: Path, fault: Fault) -> None:
+def test_a_full_disk_at_the_end(
+    settings: list[str], finished: Path, tmp_path: Path, fault: Fault
+) -> None:
     run = tmp_path / "run"
     largest = (finished / "model" / "model.safetensors").stat().st_size - 10
     words = [*settings, "--max_steps", "4", "--overwrite_output_dir", "--output_dir", run]
     message = failed(*words, largest_file=largest)
-    assert re.fullmatch(rf"cannot write {run}/model: .*File too large.*; nothing was left behind", message), message
+    assert re.fullmatch(
+        rf"cannot write {run}/model: .*File too large.*; nothing was left behind", message
+    ), message
     assert sorted(path.name for path in run.iterdir()) == [".lock", "config.json", "metrics.jsonl"]
-    fault("a full disk while the model is written", message, "the training: pass --checkpoint_every to lose less")
+    fault(
+        "a full disk while the model is written",
+        message,
+        "the training: pass --checkpoint_every to lose less",
+    )
 
 
 def test_the_summary_is_about_this_run(settings: list[str], tmp_path: Path) -> None:
     run = tmp_path / "my run"
-    words = [*settings, "--max_steps", "4", "--checkpoint_every", "4", "--log_level", "warning", "--output_dir"]
+    words = [
+        *settings,
+        "--max_steps",
+        "4",
+        "--checkpoint_every",
+        "4",
+        "--log_level",
+        "warning",
+        "--output_dir",
+    ]
     finished = recipe(*words, f"{run}/").succeeded()
     summary = finished.out.splitlines()
     assert "done in" not in finished.err

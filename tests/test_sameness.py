@@ -20,13 +20,23 @@ from tests.runs import lines_of, losses_of, slow_but
 CLOSE = 1e-5
 DDP, ZERO1, ZERO2, ZERO3, FSDP2 = "ddp x2", "zero1 x2", "zero2 x2", "zero3 x2", "fsdp2 x2"
 SHARDED = (ZERO1, ZERO2, ZERO3, FSDP2)
-EVERYWHERE = (DDP, *SHARDED, "ddp x3", "zero3 x3", "fsdp2 x3", "zero2_offload x2", "zero3_offload x2")
+EVERYWHERE = (
+    DDP,
+    *SHARDED,
+    "ddp x3",
+    "zero3 x3",
+    "fsdp2 x3",
+    "zero2_offload x2",
+    "zero3_offload x2",
+)
 # Each technique under a way that reduces whole gradients and under one that shards weights; the other two are slow.
 FAST: dict[str, tuple[str, ...]] = {
     "plain": EVERYWHERE,
     "one micro-batch": (DDP, ZERO3),
     "lora best step": (DDP, ZERO3, FSDP2),
-    **{name: (DDP, FSDP2) if place % 2 else (ZERO2, ZERO3) for place, name in enumerate(TECHNIQUES)},
+    **{
+        name: (DDP, FSDP2) if place % 2 else (ZERO2, ZERO3) for place, name in enumerate(TECHNIQUES)
+    },
     "all frozen": (FSDP2,),
     "any length": (DDP, ZERO3),
     "sampling": (ZERO2, FSDP2),
@@ -52,16 +62,27 @@ SLOW: dict[str, tuple[str, ...]] = {
     "lora best step": SHARDED,
     **dict.fromkeys(TECHNIQUES, (DDP, *SHARDED)),
     **{name: (DDP, ZERO2, ZERO3, FSDP2) for name in JOBS if name.startswith("padding-free")},
-    **dict.fromkeys(["all frozen", "sampling", "rmsprop", "lion", "two terms", "weights"], (DDP, ZERO2, ZERO3, FSDP2)),
+    **dict.fromkeys(
+        ["all frozen", "sampling", "rmsprop", "lion", "two terms", "weights"],
+        (DDP, ZERO2, ZERO3, FSDP2),
+    ),
     "long": ("ddp x3", *EVERYWHERE[1:]),
     "title": (DDP, ZERO1, ZERO2, "ddp x3", "zero3 x3", "zero2_offload x2"),
     "pretraining": (ZERO2, "ddp x3", ZERO1, "zero3 x3", "fsdp2 x3"),
     "pretraining bigbird": (ZERO3,),
 }
 # in one process; under several, all of them are compared with their reference
-QUICK = ("one micro-batch", "padding-free", "padding-free lora", "padding-free two terms", "padding-free sampling")
+QUICK = (
+    "one micro-batch",
+    "padding-free",
+    "padding-free lora",
+    "padding-free two terms",
+    "padding-free sampling",
+)
 CASES = [(way, name) for name, ways in FAST.items() for way in ways]
-SLOW_CASES = [(way, name) for name, ways in SLOW.items() for way in ways if (way, name) not in CASES]
+SLOW_CASES = [
+    (way, name) for name, ways in SLOW.items() for way in ways if (way, name) not in CASES
+]
 # jobs that must have the losses of another; without dropout R-Drop's two passes are equal
 EQUAL = {
     "recomputed": "few",
@@ -85,10 +106,14 @@ def numbers(value: Any, at: str = "") -> dict[str, Any]:
         parts = ((str(place), part) for place, part in enumerate(value))
     else:
         return {at: value}
-    return {path: leaf for name, part in parts for path, leaf in numbers(part, f"{at} {name}").items()}
+    return {
+        path: leaf for name, part in parts for path, leaf in numbers(part, f"{at} {name}").items()
+    }
 
 
-def differences(mine: list[dict[str, Any]], theirs: list[dict[str, Any]], absolute: float = 0.0) -> list[str]:
+def differences(
+    mine: list[dict[str, Any]], theirs: list[dict[str, Any]], absolute: float = 0.0
+) -> list[str]:
     """The values of two lists of lines that are not equal: numbers with decimals to 1e-5 relative, or `absolute`. The
     correlation of predictions that hardly differ is not as exact as they are."""
     one, other = numbers(mine), numbers(theirs)
@@ -106,7 +131,8 @@ def assert_same(run: Path, expected: Path) -> None:
     """Each step, evaluation and prediction once, with the same numbers."""
     keys = ("step", "epoch", "loss", "learning_rate", "grad_norm", "samples", "tokens")
     steps, wanted = (
-        [{key: line[key] for key in keys} for line in lines_of(folder / "metrics.jsonl")] for folder in (run, expected)
+        [{key: line[key] for key in keys} for line in lines_of(folder / "metrics.jsonl")]
+        for folder in (run, expected)
     )
     assert differences(steps, wanted) == []
     for name, absolute in (("eval.jsonl", 0.0), ("predictions.jsonl", 3e-6)):
@@ -130,7 +156,9 @@ def test_the_same_under_more_ways(way: str, name: str) -> None:
     assert_agrees(way, name)
 
 
-@pytest.mark.parametrize("name", slow_but([name for name, job in JOBS.items() if job.reference], *QUICK))
+@pytest.mark.parametrize(
+    "name", slow_but([name for name, job in JOBS.items() if job.reference], *QUICK)
+)
 def test_the_same_numbers_by_other_micro_batches_or_kernels(name: str) -> None:
     """In one process."""
     assert_agrees("single", name)
@@ -142,10 +170,24 @@ def test_the_runs_could_differ() -> None:
         losses = losses_of(runs("single")[name])
         assert len(set(losses)) == len(losses) >= 3, name
         assert max(losses) - min(losses) > 1e-3, name
-    for name in [*TECHNIQUES, "all frozen", "any length", "sampling", "rmsprop", "lion", "adafactor", "muon"]:
-        losses, others = losses_of(runs("single")[name]), losses_of(runs("single")[EQUAL.get(name, "few")])
+    for name in [
+        *TECHNIQUES,
+        "all frozen",
+        "any length",
+        "sampling",
+        "rmsprop",
+        "lion",
+        "adafactor",
+        "muon",
+    ]:
+        losses, others = (
+            losses_of(runs("single")[name]),
+            losses_of(runs("single")[EQUAL.get(name, "few")]),
+        )
         assert (losses == pytest.approx(others, rel=CLOSE)) == (name in EQUAL), name
-    averaged, last = (lines_of(runs("single")[name] / "eval.jsonl")[-1]["loss"] for name in ("ema", "few"))
+    averaged, last = (
+        lines_of(runs("single")[name] / "eval.jsonl")[-1]["loss"] for name in ("ema", "few")
+    )
     assert averaged != pytest.approx(last, rel=1e-4)
 
 
@@ -156,7 +198,8 @@ def combined(way: str, pair: tuple[str, ...]) -> Path:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ("way", "pairs"), [(ZERO3, SECOND_PASS), *(pytest.param(way, PAIRS, marks=pytest.mark.slow) for way in SHARDED)]
+    ("way", "pairs"),
+    [(ZERO3, SECOND_PASS), *(pytest.param(way, PAIRS, marks=pytest.mark.slow) for way in SHARDED)],
 )
 def test_techniques_in_pairs(way: str, pairs: list[tuple[str, str]]) -> None:
     for pair in pairs:
@@ -189,7 +232,9 @@ def test_the_saved_model_is_the_evaluated_one(way: str) -> None:
 
 
 def load(folder: Path) -> tuple[Any, dict[str, Any]]:
-    model, loading = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+    model, loading = AutoModelForSequenceClassification.from_pretrained(
+        folder, output_loading_info=True
+    )
     return model, loading
 
 
@@ -207,9 +252,14 @@ def assert_model_was_evaluated(run: Path) -> None:
 
 def probabilities(model: torch.nn.Module, run: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """A model's probabilities for the texts of the last evaluation, and those in predictions.jsonl: (N, C) each."""
-    tokenizer, lines = AutoTokenizer.from_pretrained(run / "model"), lines_of(run / "predictions.jsonl")
+    tokenizer, lines = (
+        AutoTokenizer.from_pretrained(run / "model"),
+        lines_of(run / "predictions.jsonl"),
+    )
     texts = list(pandas.read_csv(inputs.reviews())["text"])
-    encoded = tokenizer([texts[line["id"]] for line in lines], padding=True, truncation=True, return_tensors="pt")
+    encoded = tokenizer(
+        [texts[line["id"]] for line in lines], padding=True, truncation=True, return_tensors="pt"
+    )
     with torch.no_grad():
         logits = model.eval()(**encoded).logits
     return logits.softmax(-1), torch.tensor([line["probabilities"] for line in lines])
@@ -218,9 +268,14 @@ def probabilities(model: torch.nn.Module, run: Path) -> tuple[torch.Tensor, torc
 def test_what_lora_saves() -> None:
     """A folder without peft, in which only what LoRA trained differs from the base model."""
     run = runs("single")["lora best step"]
-    assert pipeline("text-classification", model=str(run / "model"))("a fine film")[0]["label"] in ("neg", "pos")
+    assert pipeline("text-classification", model=str(run / "model"))("a fine film")[0]["label"] in (
+        "neg",
+        "pos",
+    )
     assert [path.name for path in run.glob(".*")] == [".lock"]  # no drafts
-    before, after = (load_file(path / "model.safetensors") for path in (inputs.tiny_model(), run / "model"))
+    before, after = (
+        load_file(path / "model.safetensors") for path in (inputs.tiny_model(), run / "model")
+    )
     changed = {name for name in before if not torch.equal(before[name], after[f"bert.{name}"])}
     assert changed == {name for name in before if re.search(r"(query|dense)\.weight$", name)}
     assert "LoRA" in (run / "model" / "README.md").read_text(encoding="utf-8")
@@ -231,7 +286,10 @@ def test_what_lora_saves() -> None:
 def test_frozen_layers_do_not_change(way: str) -> None:
     """Bit for bit, and new layers do."""
     before = load_file(inputs.tiny_model() / "model.safetensors")
-    for name, trained in {"rmsprop": ("encoder.layer.1.", "pooler."), "all frozen": ("pooler.",)}.items():
+    for name, trained in {
+        "rmsprop": ("encoder.layer.1.", "pooler."),
+        "all frozen": ("pooler.",),
+    }.items():
         after = load_file(runs(way)[name] / "model" / "model.safetensors")
         same = {key for key in before if torch.equal(before[key], after[f"bert.{key}"])}
         assert same == {key for key in before if not key.startswith(trained)}

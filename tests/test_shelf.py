@@ -14,9 +14,15 @@ from tests.runs import ROOT
 from toolkit import __version__
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-OTHERS = [ROOT / "CITATION.cff", ROOT / ".pre-commit-config.yaml", *(ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")]
+OTHERS = [
+    ROOT / "CITATION.cff",
+    ROOT / ".pre-commit-config.yaml",
+    *(ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"),
+]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-LINES = re.findall(r"^([a-z][\w-]*(?: [a-z][\w-]*)*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+LINES = re.findall(
+    r"^([a-z][\w-]*(?: [a-z][\w-]*)*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M
+)
 TARGETS = set(" ".join(LINES).split())
 
 
@@ -44,7 +50,9 @@ def test_a_workflow_has_read_permission_only_and_its_files_exist(path: Path) -> 
              ROOT / ".github" / "pull_request_template.md", ROOT / "docs" / "compatibility.md"],
     ids=lambda path: path.name)  # fmt: skip
 def test_make_targets_exist(path: Path) -> None:
-    named = set(re.findall(r"(?:`|run: |^\s*)make ([a-z][\w-]*)", path.read_text(encoding="utf-8"), re.M))
+    named = set(
+        re.findall(r"(?:`|run: |^\s*)make ([a-z][\w-]*)", path.read_text(encoding="utf-8"), re.M)
+    )
     assert named - TARGETS - {"it"} == set()
 
 
@@ -62,7 +70,11 @@ def test_the_version_is_defined_once() -> None:
 
 
 def test_constraints_are_within_the_ranges_and_every_dependency_has_a_lower_bound() -> None:
-    pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), flags=re.M))
+    pins = dict(
+        re.findall(
+            r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), flags=re.M
+        )
+    )
     by_name = {re.sub(r"[-_.]+", "-", name).lower(): pin for name, pin in pins.items()}
     for line in latest.requirements():
         needed = Requirement(line)
@@ -71,7 +83,9 @@ def test_constraints_are_within_the_ranges_and_every_dependency_has_a_lower_boun
     pinned = latest.oldest()[: len(PROJECT["project"]["dependencies"])]
     assert [line for line in pinned if not re.fullmatch(r"[\w.-]+==[\d.]+", line)] == []
     assert "torch" in latest.newest("torch")
-    assert not [line for line in latest.newest("torch") if re.match(r"(accelerate|transformers)\S", line)]
+    assert not [
+        line for line in latest.newest("torch") if re.match(r"(accelerate|transformers)\S", line)
+    ]
 
 
 def test_a_wheel_with_missing_or_extra_files_is_refused() -> None:

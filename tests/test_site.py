@@ -13,14 +13,28 @@ import pytest
 from tests.runs import ROOT, start
 from toolkit import cli
 
-PAGES = sorted(path.name.removesuffix(".md") for path in (ROOT / "docs").glob("*.md") if ".zh." not in path.name)
+PAGES = sorted(
+    path.name.removesuffix(".md")
+    for path in (ROOT / "docs").glob("*.md")
+    if ".zh." not in path.name
+)
 
 
 @pytest.mark.parametrize("ending", [".md", ".zh.md"])
 def test_the_menu_lists_every_page_once(ending: str) -> None:
     text = (ROOT / "docs" / f"index{ending}").read_text(encoding="utf-8")
     trees = re.findall(r"```\{toctree\}\n((?::.+\n)+)\n((?:.+\n)+)```", text)
-    assert len([line for options, _ in trees for line in options.splitlines() if line.startswith(":caption:")]) >= 4
+    assert (
+        len(
+            [
+                line
+                for options, _ in trees
+                for line in options.splitlines()
+                if line.startswith(":caption:")
+            ]
+        )
+        >= 4
+    )
     listed = [line for _, lines in trees for line in lines.split() if not line.startswith("/")]
     assert sorted([*listed, "index"]) == PAGES
 
@@ -46,8 +60,22 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("the docs extra is not installed")
     out = tmp_path_factory.mktemp("site")
     for folder, tags in ((out, []), (out / "zh", ["-t", "zh"])):
-        build = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", ROOT / "docs", *tags, ROOT, folder]
-        start([*build, "-d", tmp_path_factory.mktemp("trees")], env={"PYTHONPATH": str(ROOT)}).succeeded()
+        build = [
+            sys.executable,
+            "-m",
+            "sphinx",
+            "-q",
+            "-W",
+            "--keep-going",
+            "-c",
+            ROOT / "docs",
+            *tags,
+            ROOT,
+            folder,
+        ]
+        start(
+            [*build, "-d", tmp_path_factory.mktemp("trees")], env={"PYTHONPATH": str(ROOT)}
+        ).succeeded()
     return out
 
 
@@ -59,7 +87,9 @@ def test_no_link_within_the_site_is_broken(site: Path) -> None:
         for link in page.links:
             file, _, anchor = link.partition("#")
             target = (path.parent / file.partition("?")[0]).resolve() if file else path
-            exists = target.is_file() and (not anchor or target not in pages or anchor in pages[target].anchors)
+            exists = target.is_file() and (
+                not anchor or target not in pages or anchor in pages[target].anchors
+            )
             broken += [] if exists else [f"{path.relative_to(site)}: {link}"]
     assert broken == []
     assert len(pages) > 2 * len(PAGES)
@@ -77,7 +107,10 @@ def test_each_page_links_to_the_other_language_and_has_markdown(site: Path, page
         local = re.findall(r"\]\(([\w./-]+\.md)", markdown)
         assert not [name for name in local if not (page_file.parent / name.lstrip("/")).is_file()]
         folder = site if page_file is english else site / "zh"
-        assert f"](docs/{page}.md)" in (folder / "llms.txt").read_text(encoding="utf-8") or page == "index"
+        assert (
+            f"](docs/{page}.md)" in (folder / "llms.txt").read_text(encoding="utf-8")
+            or page == "index"
+        )
 
 
 @pytest.mark.slow
@@ -94,6 +127,10 @@ def test_the_page_of_commands_has_what_each_prints(site: Path) -> None:
 def test_the_search_index_has(site: Path, folder: str, term: str, page: str) -> None:
     index = (site / folder / "searchindex.js").read_text(encoding="utf-8")
     table = json.loads(index.removeprefix("Search.setIndex(").removesuffix(")"))
-    matches = [table[terms].get(term, []) for terms in ("terms", "titleterms")]  # in the text, in the title
-    places = {place for places in matches for place in ([places] if isinstance(places, int) else places)}
+    matches = [
+        table[terms].get(term, []) for terms in ("terms", "titleterms")
+    ]  # in the text, in the title
+    places = {
+        place for places in matches for place in ([places] if isinstance(places, int) else places)
+    }
     assert f"docs/{page}" in {table["docnames"][place] for place in places}

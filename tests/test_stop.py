@@ -27,12 +27,42 @@ CASES: dict[str, tuple[list[str], list[str], signal.Signals, bool, int]] = {
     "python and a file, SIGTERM": ([sys.executable, SCRIPT], DDP, signal.SIGTERM, False, 143),
     "python and a file, SIGUSR1": ([sys.executable, SCRIPT], ZERO3, signal.SIGUSR1, False, 138),
     "python and a file, Ctrl-C": ([sys.executable, SCRIPT], ZERO3, signal.SIGINT, True, 130),
-    "python and a file, the launcher killed": ([sys.executable, SCRIPT], DDP, signal.SIGKILL, False, -9),
-    "python and a file for one process, SIGTERM": ([sys.executable, SCRIPT], ONE, signal.SIGTERM, False, 143),
-    "accelerate launch, SIGTERM to all": (["accelerate", "launch", SCRIPT], DDP, signal.SIGTERM, True, -15),
-    "torchrun, SIGTERM": (["torchrun", "--nproc_per_node", "2", SCRIPT], [], signal.SIGTERM, False, 1),
+    "python and a file, the launcher killed": (
+        [sys.executable, SCRIPT],
+        DDP,
+        signal.SIGKILL,
+        False,
+        -9,
+    ),
+    "python and a file for one process, SIGTERM": (
+        [sys.executable, SCRIPT],
+        ONE,
+        signal.SIGTERM,
+        False,
+        143,
+    ),
+    "accelerate launch, SIGTERM to all": (
+        ["accelerate", "launch", SCRIPT],
+        DDP,
+        signal.SIGTERM,
+        True,
+        -15,
+    ),
+    "torchrun, SIGTERM": (
+        ["torchrun", "--nproc_per_node", "2", SCRIPT],
+        [],
+        signal.SIGTERM,
+        False,
+        1,
+    ),
     "torchrun, Ctrl-C": (["torchrun", "--nproc_per_node", "2", SCRIPT], [], signal.SIGINT, True, 1),
-    "deepspeed, SIGTERM to all": (["deepspeed", "--num_gpus", "2", SCRIPT], [], signal.SIGTERM, True, -15),
+    "deepspeed, SIGTERM to all": (
+        ["deepspeed", "--num_gpus", "2", SCRIPT],
+        [],
+        signal.SIGTERM,
+        True,
+        -15,
+    ),
 }
 QUICK = ("python and a file, SIGTERM", "python and a file, Ctrl-C", "python and a file for one process, SIGTERM",
          "torchrun, SIGTERM", "python and a file, the launcher killed")  # fmt: skip
@@ -45,9 +75,13 @@ def settings(tiny_job: list[str]) -> list[str]:
             "--eval_every", "100000"]  # fmt: skip
 
 
-def interrupt(command: list[str], folder: Path, number: signal.Signals, group: bool) -> tuple[int, str, float]:
+def interrupt(
+    command: list[str], folder: Path, number: signal.Signals, group: bool
+) -> tuple[int, str, float]:
     """(exit code, standard error, seconds from the signal to the end)."""
-    program = [] if command[0] == sys.executable else [str(Path(sys.executable).with_name(command[0]))]
+    program = (
+        [] if command[0] == sys.executable else [str(Path(sys.executable).with_name(command[0]))]
+    )
     with runs.port_of(command), runs.fork([*program, *command[1:]]) as process:
         stands = "stands still" in command
         runs.wait_until_stopped(process) if stands else runs.wait_for_steps(folder)
@@ -79,7 +113,9 @@ def test_stop(name: str, settings: list[str], tmp_path: Path, fault: Fault) -> N
     assert returned == code, error[-3000:]
     # for SIGTERM, which launchers also send after a failure, it is printed only if the step is long: test_failure.py
     is_printed = number not in (signal.SIGTERM, signal.SIGKILL)
-    assert is_printed <= error.count(": stopping after this step, with a checkpoint") <= 1, error[-3000:]
+    assert is_printed <= error.count(": stopping after this step, with a checkpoint") <= 1, error[
+        -3000:
+    ]
     assert ": stopping after this step" not in error.partition("stopped by ")[2]
     line = stop_line(error)
     done = len(runs.losses_of(folder))
@@ -104,7 +140,9 @@ def test_same_command_resumes(settings: list[str], tmp_path: Path) -> None:
     report = unescape((folder / "report.html").read_text(encoding="utf-8"))
     assert f"Stopped by SIGTERM after step {done} of 84" in report
     assert f"<pre>{again}</pre>" in report
-    assert f"step {done} of 84" in runs.train(*settings, "--max_steps", "84", "--output_dir", folder, pages=True)
+    assert f"step {done} of 84" in runs.train(
+        *settings, "--max_steps", "84", "--output_dir", folder, pages=True
+    )
     runs.train(*settings, "--max_steps", "84", "--output_dir", tmp_path / "whole")
     runs.assert_same_run(folder, tmp_path / "whole", rel=1e-6)
     assert "Stopped by" not in (folder / "report.html").read_text(encoding="utf-8")
@@ -140,4 +178,8 @@ def test_stop_during_an_evaluation(settings: list[str], tmp_path: Path, fault: F
     runs.train(*words, "--output_dir", tmp_path / "run")
     runs.train(*words, "--output_dir", tmp_path / "whole")
     runs.assert_same_run(tmp_path / "run", tmp_path / "whole", rel=1e-6)
-    fault("a stop signal within an evaluation", stopped.err, "nothing: it is evaluated when the run goes on")
+    fault(
+        "a stop signal within an evaluation",
+        stopped.err,
+        "nothing: it is evaluated when the run goes on",
+    )

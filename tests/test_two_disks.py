@@ -11,7 +11,16 @@ import pytest
 
 from tests.failing_worker import STEPS
 from tests.hosts import ADDRESSES, TwoHosts
-from tests.runs import Finished, Process, lines_of, losses_of, slow_but, start, train, wait_for_steps
+from tests.runs import (
+    Finished,
+    Process,
+    lines_of,
+    losses_of,
+    slow_but,
+    start,
+    train,
+    wait_for_steps,
+)
 from toolkit.checkpoint import folder as folders
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.multiprocess]
@@ -23,7 +32,17 @@ FILES = {"ddp": "2node", "zero2": "2node_zero2", "zero3": "2node_zero3"}
 
 @pytest.fixture(scope="module")
 def settings(tiny_job: list[str]) -> list[str]:
-    return [*tiny_job, "--max_steps", "8", "--global_batch_size", "12", "--checkpoint_every", "2", "--eval_every", "99"]
+    return [
+        *tiny_job,
+        "--max_steps",
+        "8",
+        "--global_batch_size",
+        "12",
+        "--checkpoint_every",
+        "2",
+        "--eval_every",
+        "99",
+    ]
 
 
 @dataclass(frozen=True)
@@ -42,12 +61,24 @@ class TwoDisks:
         binds = {"b": {self.path: self.on_b}}
         return self.hosts.start_both(dict.fromkeys(("a", "b"), command), binds=binds, **options)
 
-    def recipe(self, way: str, *words: str | Path, script: Sequence[str] = ("recipes/cls.py",)) -> dict[str, Process]:
-        launch = ["--config_file", f"accelerate_configs/{FILES[way]}.yaml", "--main_process_ip", ADDRESSES["a"]]
-        return self.start("accelerate", "launch", *script, *launch, *words, "--output_dir", self.run)
+    def recipe(
+        self, way: str, *words: str | Path, script: Sequence[str] = ("recipes/cls.py",)
+    ) -> dict[str, Process]:
+        launch = [
+            "--config_file",
+            f"accelerate_configs/{FILES[way]}.yaml",
+            "--main_process_ip",
+            ADDRESSES["a"],
+        ]
+        return self.start(
+            "accelerate", "launch", *script, *launch, *words, "--output_dir", self.run
+        )
 
     def train(self, way: str, *words: str | Path) -> dict[str, Finished]:
-        return {host: finished.succeeded() for host, finished in self.finish(self.recipe(way, *words)).items()}
+        return {
+            host: finished.succeeded()
+            for host, finished in self.finish(self.recipe(way, *words)).items()
+        }
 
     def kill_host_b(self, way: str, *words: str | Path) -> dict[str, Finished]:
         """The results of a run whose host B is killed after step 4; its rank takes no fifth."""
@@ -64,7 +95,9 @@ class TwoDisks:
         return (self.path if host == "a" else self.on_b) / "run" / "checkpoints"
 
     def steps(self, host: str) -> list[int | None]:
-        return sorted(folders.step_number(folder) or 0 for folder in folders.readable(self.checkpoints(host)))
+        return sorted(
+            folders.step_number(folder) or 0 for folder in folders.readable(self.checkpoints(host))
+        )
 
 
 @pytest.fixture
@@ -82,13 +115,17 @@ def assert_whole(disks: TwoDisks, reference: Path) -> None:
     for name in ("best", "last"):
         assert (disks.checkpoints("a") / name).readlink() == Path("step-00000008")
     for host in ("a", "b"):
-        there = sorted(path.name for path in disks.checkpoints(host).glob("*") if not path.is_symlink())
+        there = sorted(
+            path.name for path in disks.checkpoints(host).glob("*") if not path.is_symlink()
+        )
         assert there == (["step-00000006", "step-00000008"] if host == "a" else [])
         assert list(disks.checkpoints(host).glob(".*")) == []
 
 
 @pytest.mark.parametrize("way", slow_but(FILES, "zero2"))
-def test_killed_and_continued(way: str, disks: TwoDisks, settings: list[str], reference: Path) -> None:
+def test_killed_and_continued(
+    way: str, disks: TwoDisks, settings: list[str], reference: Path
+) -> None:
     """Host B is killed and comes back with an empty disk; then one process on the first host converts and resumes."""
     done = disks.kill_host_b(way, *settings)
     assert done["a"].code, done["a"].err[-3000:]

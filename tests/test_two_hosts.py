@@ -33,7 +33,9 @@ def on_both(*command: str | Path) -> dict[str, list[str]]:
     return {host: [str(word) for word in command] for host in ("a", "b")}
 
 
-def assert_run(done: Mapping[str, Finished], folder: Path, reference: Path, processes: int = 2) -> None:
+def assert_run(
+    done: Mapping[str, Finished], folder: Path, reference: Path, processes: int = 2
+) -> None:
     for finished in done.values():
         finished.succeeded()
     assert json.loads((folder / "config.json").read_text())["world"]["num_processes"] == processes
@@ -49,17 +51,33 @@ def test_the_literal_command_with_the_address_in_the_file(
     file = tmp_path / f"{name}.yaml"
     file.write_text(shipped.replace("ADDRESS_OF_MACHINE_0", ADDRESSES["a"]), encoding="utf-8")
     fresh = dict.fromkeys("ab", name == "2node_zero3")  # as typed, once
-    done = hosts.run_both(on_both(*LITERAL, file, *settings, "--output_dir", tmp_path / "run"), SECONDS, fresh=fresh)
+    done = hosts.run_both(
+        on_both(*LITERAL, file, *settings, "--output_dir", tmp_path / "run"), SECONDS, fresh=fresh
+    )
     assert_run(done, tmp_path / "run", reference)
-    assert "this is machine 0 (hostA) of 2: 10.77.0.1 is an address of this machine" in done["a"].err
-    assert "this is machine 1 (hostB) of 2: 10.77.0.1 is not an address of this machine" in done["b"].err
+    assert (
+        "this is machine 0 (hostA) of 2: 10.77.0.1 is an address of this machine" in done["a"].err
+    )
+    assert (
+        "this is machine 1 (hostB) of 2: 10.77.0.1 is not an address of this machine"
+        in done["b"].err
+    )
 
 
-WORKER = ["accelerate", "launch", "tests/hosts_worker.py", "--config_file", "accelerate_configs/2node.yaml"]
+WORKER = [
+    "accelerate",
+    "launch",
+    "tests/hosts_worker.py",
+    "--config_file",
+    "accelerate_configs/2node.yaml",
+]
 # source of each host's rank -> (arguments, environment by host)
 RANKS: dict[str, tuple[list[str], dict[str, dict[str, str]]]] = {
     "NODE_RANK": (FIRST, {"a": {"NODE_RANK": "0"}, "b": {"NODE_RANK": "1"}}),
-    "SLURM_NODEID": (["--main_process_ip", "hostA"], {"a": {"SLURM_NODEID": "0"}, "b": {"SLURM_NODEID": "1"}}),
+    "SLURM_NODEID": (
+        ["--main_process_ip", "hostA"],
+        {"a": {"SLURM_NODEID": "0"}, "b": {"SLURM_NODEID": "1"}},
+    ),
     "main_process_ip of the other": (["--main_process_ip", ADDRESSES["b"]], {}),
 }
 
@@ -93,11 +111,17 @@ def launcher_words(name: str, host: str, folder: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepspeed --hostfile --no_ssh", "torchrun c10d", "srun"])
-def test_another_launcher(name: str, hosts: TwoHosts, settings: list[str], reference: Path, tmp_path: Path) -> None:
+def test_another_launcher(
+    name: str, hosts: TwoHosts, settings: list[str], reference: Path, tmp_path: Path
+) -> None:
     words = ["recipes/cls.py", *settings, "--output_dir", str(tmp_path / "run")]
-    done = hosts.run_both({host: [*launcher_words(name, host, tmp_path), *words] for host in ("a", "b")}, SECONDS)
+    done = hosts.run_both(
+        {host: [*launcher_words(name, host, tmp_path), *words] for host in ("a", "b")}, SECONDS
+    )
     assert_run(done, tmp_path / "run", reference)
-    strategy = json.loads((tmp_path / "run" / "config.json").read_text())["world"]["distributed_type"]
+    strategy = json.loads((tmp_path / "run" / "config.json").read_text())["world"][
+        "distributed_type"
+    ]
     assert strategy == ("DEEPSPEED" if "deepspeed" in name else "MULTI_CPU")
 
 
@@ -129,7 +153,9 @@ def test_missing_machine(hosts: TwoHosts, fault: Fault) -> None:
     says = ("machine 1 did not come within 6 s", "start the same command there, with --main_process_ip 10.77.0.1",
             "toolkit doctor --peers 10.77.0.1,ADDRESS_OF_THE_OTHER")  # fmt: skip
     fault("the other machine does not come", error_of(done["a"], *says))
-    assert "start the same command there, with --main_process_ip 10.77.0.1 there too" in done["a"].err
+    assert (
+        "start the same command there, with --main_process_ip 10.77.0.1 there too" in done["a"].err
+    )
     says = ("hostB could not reach the first machine in 6 s", "toolkit doctor --peers 10.77.0.1,",
             "10.77.0.1:29700: the machine answers, but nothing listens on this port")  # fmt: skip
     fault("the first machine is not there", error_of(done["b"], *says))
@@ -137,19 +163,30 @@ def test_missing_machine(hosts: TwoHosts, fault: Fault) -> None:
 
 def test_two_first_machines(hosts: TwoHosts, fault: Fault) -> None:
     words = [*FIRST, "--machine_rank", "0"]
-    command = on_both(*WORKER, *words, "--rendezvous_timeout", "600")  # the time of a machine that does not come
+    command = on_both(
+        *WORKER, *words, "--rendezvous_timeout", "600"
+    )  # the time of a machine that does not come
     done = hosts.run_both(command, SECONDS)
     for host in ("a", "b"):
-        error_of(done[host], "two are machine 0, on hostA and hostB", "--machine_rank on each machine")
+        error_of(
+            done[host], "two are machine 0, on hostA and hostB", "--machine_rank on each machine"
+        )
     fault("both machines are started as machine 0", error_of(done["b"]))
 
 
 @pytest.mark.slow
-def test_different_data_and_settings(hosts: TwoHosts, settings: list[str], reviews: Path, tmp_path: Path) -> None:
+def test_different_data_and_settings(
+    hosts: TwoHosts, settings: list[str], reviews: Path, tmp_path: Path
+) -> None:
     shorter = tmp_path / "shorter.csv"
-    shorter.write_text("".join(reviews.read_text(encoding="utf-8").splitlines(keepends=True)[:-3]), encoding="utf-8")
+    shorter.write_text(
+        "".join(reviews.read_text(encoding="utf-8").splitlines(keepends=True)[:-3]),
+        encoding="utf-8",
+    )
     command = _command("2node", settings, tmp_path / "run")
-    for finished in hosts.run_both(on_both(*command), SECONDS, binds={"b": {reviews: shorter}}).values():
+    for finished in hosts.run_both(
+        on_both(*command), SECONDS, binds={"b": {reviews: shorter}}
+    ).values():
         error_of(finished, "the content of the train data is ", "on hostA and ")
     done = hosts.run_both({"a": command, "b": [*command, "--learning_rate", "1e-3"]}, SECONDS)
     for host in ("a", "b"):
@@ -158,10 +195,20 @@ def test_different_data_and_settings(hosts: TwoHosts, settings: list[str], revie
 
 
 def _command(file: str, settings: Sequence[str], folder: Path, *more: str) -> list[str]:
-    return [*LITERAL, f"accelerate_configs/{file}.yaml", *FIRST, *settings, "--output_dir", str(folder), *more]
+    return [
+        *LITERAL,
+        f"accelerate_configs/{file}.yaml",
+        *FIRST,
+        *settings,
+        "--output_dir",
+        str(folder),
+        *more,
+    ]
 
 
-def _training(hosts: TwoHosts, command: Sequence[str], folder: Path, steps: int, **options: Any) -> dict[str, Process]:
+def _training(
+    hosts: TwoHosts, command: Sequence[str], folder: Path, steps: int, **options: Any
+) -> dict[str, Process]:
     started = hosts.start_both(on_both(*command), **options)
     wait_for_steps(folder, steps, started.values(), SECONDS)
     return started
@@ -181,19 +228,36 @@ def long_settings(settings: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def long_reference(tmp_path_factory: pytest.TempPathFactory, long_settings: list[str]) -> list[float]:
+def long_reference(
+    tmp_path_factory: pytest.TempPathFactory, long_settings: list[str]
+) -> list[float]:
     folder = tmp_path_factory.mktemp("long-reference") / "run"
     return losses_of(run_of([*long_settings, "--max_steps", "40"], folder))
 
 
-STATIC = ["--nnodes", "2", "--nproc_per_node", "1", "--master_addr", ADDRESSES["a"], "--master_port", "29701"]
+STATIC = [
+    "--nnodes",
+    "2",
+    "--nproc_per_node",
+    "1",
+    "--master_addr",
+    ADDRESSES["a"],
+    "--master_port",
+    "29701",
+]
 
 
 def _start_words(starter: str, host: str, folder: Path) -> list[str]:
     """What is typed on a host, up to the settings."""
     number = str("ab".index(host))
     if starter == "ours":
-        return [sys.executable, "recipes/cls.py", "--config_file", "accelerate_configs/2node.yaml", *FIRST]
+        return [
+            sys.executable,
+            "recipes/cls.py",
+            "--config_file",
+            "accelerate_configs/2node.yaml",
+            *FIRST,
+        ]
     if starter == "accelerate":
         file = folder.parent / "before.yaml"
         shipped = (ROOT / "accelerate_configs" / "2node.yaml").read_text(encoding="utf-8")
@@ -208,7 +272,9 @@ def _start_words(starter: str, host: str, folder: Path) -> list[str]:
 STARTERS = ("ours", "accelerate", "torchrun", "deepspeed")
 BREAKS = {  # what happens on host b -> what host a says, if it is not LOST
     "its rank is killed": {"ours": "rank 1 on hostB was killed by SIGKILL"},
-    "its launcher is killed": dict.fromkeys(STARTERS[1:], "the launcher on hostB (rank 1) was killed"),
+    "its launcher is killed": dict.fromkeys(
+        STARTERS[1:], "the launcher on hostB (rank 1) was killed"
+    ),
     "it is stopped": {},
     "the cable is pulled": {},
 }
@@ -224,7 +290,9 @@ def test_a_failure_of_one_host_ends_both_within_a_minute(
     """With one line on the other host that names this one and the cause, whoever has started the run."""
     folder = tmp_path / "run"
     settings = [*long_settings, "--max_steps", "100000", "--output_dir", str(folder)]
-    started = hosts.start_both({host: [*_start_words(starter, host, folder), *settings] for host in ("a", "b")})
+    started = hosts.start_both(
+        {host: [*_start_words(starter, host, folder), *settings] for host in ("a", "b")}
+    )
     wait_for_steps(folder, 12, started.values(), SECONDS)
     here = {host: hosts.processes(host) for host in ("a", "b")}
     worker = _worker(hosts, "b")
@@ -244,12 +312,18 @@ def test_a_failure_of_one_host_ends_both_within_a_minute(
         hosts.heal()
     assert alive == []
     line = error_of(done, BREAKS[what].get(starter, LOST))
-    fault(f"two machines, started by {starter}: {what}", line, "the steps since the last checkpoint")
+    fault(
+        f"two machines, started by {starter}: {what}", line, "the steps since the last checkpoint"
+    )
 
 
 @pytest.mark.parametrize("name", slow_but(["2node", "2node_zero2"], "2node"))
 def test_the_same_command_resumes(
-    name: str, hosts: TwoHosts, long_settings: list[str], long_reference: list[float], tmp_path: Path
+    name: str,
+    hosts: TwoHosts,
+    long_settings: list[str],
+    long_reference: list[float],
+    tmp_path: Path,
 ) -> None:
     """After a silent network, exactly."""
     folder = tmp_path / "run"
@@ -269,7 +343,11 @@ def test_the_same_command_resumes(
 
 @pytest.mark.parametrize("what", slow_but(["a rank is killed", "a silence"], "a rank is killed"))
 def test_launchers_survive(
-    what: str, hosts: TwoHosts, long_settings: list[str], long_reference: list[float], tmp_path: Path
+    what: str,
+    hosts: TwoHosts,
+    long_settings: list[str],
+    long_reference: list[float],
+    tmp_path: Path,
 ) -> None:
     """A killed rank, by `--max_restarts`; a silence shorter than `--peer_timeout`, as when a switch fails over."""
     more = ["--max_restarts", "1"] if "killed" in what else []
@@ -289,12 +367,18 @@ def test_launchers_survive(
     done = hosts.finish_both(started, SECONDS)
     for finished in done.values():
         finished.succeeded()
-    assert ("attempt 2 of 2" in done["a"].err) == ("resuming from" in done["a"].err) == ("killed" in what)
+    assert (
+        ("attempt 2 of 2" in done["a"].err)
+        == ("resuming from" in done["a"].err)
+        == ("killed" in what)
+    )
     assert losses_of(tmp_path / "run") == pytest.approx(long_reference, rel=1e-5)
 
 
 @pytest.mark.slow
-def test_permanent_failure_is_not_restarted(hosts: TwoHosts, settings: list[str], tmp_path: Path) -> None:
+def test_permanent_failure_is_not_restarted(
+    hosts: TwoHosts, settings: list[str], tmp_path: Path
+) -> None:
     more = ["--checkpoint_every", "2", "--max_restarts", "3", "--label_column", "nothing"]
     done = hosts.run_both(on_both(*_command("2node", settings, tmp_path / "run", *more)), SECONDS)
     for finished in done.values():
@@ -302,7 +386,9 @@ def test_permanent_failure_is_not_restarted(hosts: TwoHosts, settings: list[str]
 
 
 @pytest.mark.slow
-def test_sigterm_of_accelerate_launch_stops_both(hosts: TwoHosts, long_settings: list[str], tmp_path: Path) -> None:
+def test_sigterm_of_accelerate_launch_stops_both(
+    hosts: TwoHosts, long_settings: list[str], tmp_path: Path
+) -> None:
     """`accelerate launch` forwards no signal; and the other machine's launcher would wait for this one."""
     folder = tmp_path / "run"
     fresh = dict.fromkeys("ab", True)

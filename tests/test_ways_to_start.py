@@ -36,7 +36,9 @@ def settings(tiny_job: list[str]) -> list[str]:
     return [*tiny_job, "--max_steps", "3", "--global_batch_size", "12"]
 
 
-def assert_run(finished: Finished, folder: Path, reference: Path, processes: int, kind: str) -> None:
+def assert_run(
+    finished: Finished, folder: Path, reference: Path, processes: int, kind: str
+) -> None:
     finished.succeeded()
     world = json.loads((folder / "config.json").read_text())["world"]
     assert (world["num_processes"], world["distributed_type"]) == (processes, kind)
@@ -56,7 +58,9 @@ def test_command(name: str, settings: list[str], reference: Path, tmp_path: Path
         assert world["deepspeed"]["zero_optimization"]["stage"] == (3 if "another" in name else 2)
 
 
-@pytest.mark.parametrize("text", ['{"zero_optimization": {"stage": 2,}}', "{}"], ids=["no JSON", "no ZeRO"])
+@pytest.mark.parametrize(
+    "text", ['{"zero_optimization": {"stage": 2,}}', "{}"], ids=["no JSON", "no ZeRO"]
+)
 def test_deepspeed_config_that_is_not_valid(text: str, settings: list[str], tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(text)
     words = ["--deepspeed_config", tmp_path / "ds.json", "--output_dir", tmp_path / "run"]
@@ -75,7 +79,9 @@ def test_schedulers_variables(settings: list[str], reference: Path, tmp_path: Pa
 
 
 @pytest.mark.multiprocess
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed (apt-get install openmpi-bin)")
+@pytest.mark.skipif(
+    shutil.which("mpirun") is None, reason="mpirun is not installed (apt-get install openmpi-bin)"
+)
 def test_mpirun(settings: list[str], reference: Path, tmp_path: Path) -> None:
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     words = ["mpirun", *root, "--oversubscribe", "-np", "2", sys.executable, "recipes/cls.py"]
@@ -84,12 +90,22 @@ def test_mpirun(settings: list[str], reference: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
-def test_file_after_the_script_and_a_taken_port(settings: list[str], reference: Path, tmp_path: Path) -> None:
+def test_file_after_the_script_and_a_taken_port(
+    settings: list[str], reference: Path, tmp_path: Path
+) -> None:
     """A second job on the machine uses another port. `--num_processes` after the script overrides the file."""
     with socket.create_server(("", 0)) as taken:
         way = ["--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "3", "--main_process_port",
                str(taken.getsockname()[1])]  # fmt: skip
-        command = ["accelerate", "launch", "recipes/cls.py", *settings, "--output_dir", tmp_path / "run", *way]
+        command = [
+            "accelerate",
+            "launch",
+            "recipes/cls.py",
+            *settings,
+            "--output_dir",
+            tmp_path / "run",
+            *way,
+        ]
         finished = start(command)
     assert_run(finished, tmp_path / "run", reference, 3, "MULTI_CPU")
 

@@ -35,7 +35,17 @@ JOBS: dict[str, tuple[str, list[Any]]] = {
 # hidden states that another edit uses
 APART = [{"focal", "learned"}, {"focal", "entropy"}, {"learned", "entropy"}, {"learned", "frozen"},
          {"contrastive", "own_model"}, {"frozen", "own_model"}]  # fmt: skip
-_ORDER = ("focal", "learned", "entropy", "contrastive", "metric", "frozen", "sgd", "schedule", "own_model")
+_ORDER = (
+    "focal",
+    "learned",
+    "entropy",
+    "contrastive",
+    "metric",
+    "frozen",
+    "sgd",
+    "schedule",
+    "own_model",
+)
 PAIRS: dict[str, tuple[str, list[Any]]] = {
     f"{one}, {other}": (f"{one}_and_{other}", [*JOBS[one][1], *JOBS[other][1]])
     for one, other in itertools.combinations(_ORDER, 2)
@@ -48,7 +58,10 @@ COMMON = ["--eval_every", 3, "--dropout", 0, "--mixed_precision", "no", "--repor
           "--learning_rate", "5e-3", "--lr_scheduler_type", "constant", "--global_batch_size", 22,
           "--per_device_batch_size", 6, "--max_eval_samples", 21]  # fmt: skip
 HALF = ["--max_steps", STEPS // 2, "--checkpoint_every", STEPS // 2]
-SLOW_WAYS = [pytest.param(way, marks=(pytest.mark.slow, pytest.mark.multiprocess)) for way in ("zero2 x2", "fsdp2 x2")]
+SLOW_WAYS = [
+    pytest.param(way, marks=(pytest.mark.slow, pytest.mark.multiprocess))
+    for way in ("zero2 x2", "fsdp2 x2")
+]
 
 
 def assert_agree(run: Path, expected: Path) -> None:
@@ -56,7 +69,9 @@ def assert_agree(run: Path, expected: Path) -> None:
     assert len(losses) == len(set(losses)) == STEPS
     assert losses == pytest.approx(losses_of(expected), rel=1e-5)
     mine, theirs = (lines_of(folder / "eval.jsonl") for folder in (run, expected))
-    assert [line["loss"] for line in mine] == pytest.approx([line["loss"] for line in theirs], rel=1e-5)
+    assert [line["loss"] for line in mine] == pytest.approx(
+        [line["loss"] for line in theirs], rel=1e-5
+    )
 
 
 def edits_of(page: Path) -> dict[str, list[str]]:
@@ -87,7 +102,9 @@ def test_both_languages_show_the_same_edits() -> None:
 
 
 @pytest.fixture(scope="module")
-def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path) -> Callable[[str], Path]:
+def runs_of(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path
+) -> Callable[[str], Path]:
     """A way to start -> the folder with its runs; each way is started once."""
     folder = tmp_path_factory.mktemp("own")
     table = pd.read_csv(reviews)
@@ -105,7 +122,14 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews:
         for edit in {edit for edit, _ in (PAIRS if pairs else JOBS).values()} - {""}:
             diffs = [diff for name in edit.split("_and_") for diff in edits[name]]
             (runs / f"own_{edit}.py").write_text(edited(diffs), encoding="utf-8")
-        data = ["--train_file", folder / "rows.csv", "--model_name_or_path", tiny_model, "--text_column", "text"]
+        data = [
+            "--train_file",
+            folder / "rows.csv",
+            "--model_name_or_path",
+            tiny_model,
+            "--text_column",
+            "text",
+        ]
         jobs: list[list[Any]] = []
         for name, (edit, settings) in (PAIRS if pairs else JOBS).items():
             settings = [folder / word if word == "PAIRS" else word for word in settings]
@@ -116,14 +140,18 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews:
         run_jobs(runs, WAYS[way], jobs, 900, pages=["metric"] if way == "single" else [])
         return runs
 
-    return lambda way, precision="no", pairs=False: run(way, precision, pairs)  # one key for equal arguments
+    return lambda way, precision="no", pairs=False: run(
+        way, precision, pairs
+    )  # one key for equal arguments
 
 
 def test_the_evaluation_uses_the_focal_loss(runs_of: Callable[[str], Path]) -> None:
     run = runs_of("single") / "focal"
     assert json.loads((run / "config.json").read_text())["settings"]["gamma"] == 1.5
     lines = lines_of(run / "predictions.jsonl")
-    chance = np.array([line["probabilities"][("neg", "pos").index(line["label"])] for line in lines])
+    chance = np.array(
+        [line["probabilities"][("neg", "pos").index(line["label"])] for line in lines]
+    )
     weight = np.array([2.0 if line["label"] == "pos" else 1.0 for line in lines])
     focal = (weight * (1 - chance) ** 1.5 * -np.log(chance)).mean()
     assert lines_of(run / "eval.jsonl")[-1]["loss"] == pytest.approx(focal, rel=1e-3)
@@ -134,16 +162,24 @@ def test_a_custom_metric_chooses_the_best_model(runs_of: Callable[[str], Path]) 
     run = runs_of("single") / "metric"
     evaluations = lines_of(run / "eval.jsonl")
     best = max(evaluations, key=lambda line: line["mcc"])
-    assert json.loads((run / "model" / "trainer_state.json").read_text())["global_step"] == best["step"]
+    assert (
+        json.loads((run / "model" / "trainer_state.json").read_text())["global_step"]
+        == best["step"]
+    )
     assert "mcc" in (run / "report.html").read_text(encoding="utf-8")
     assert "mcc" in (run / "model" / "README.md").read_text(encoding="utf-8")
 
 
 def test_frozen_layers_do_not_change(runs_of: Callable[[str], Path], tiny_model: Path) -> None:
-    before, after = (load_file(path / "model.safetensors") for path in (tiny_model, runs_of("single") / "frozen/model"))
+    before, after = (
+        load_file(path / "model.safetensors")
+        for path in (tiny_model, runs_of("single") / "frozen/model")
+    )
     name = "embeddings.word_embeddings.weight"
     assert (before[name] == after[f"bert.{name}"]).all()
-    assert (before[name] != load_file(runs_of("single") / "sgd/model/model.safetensors")[f"bert.{name}"]).any()
+    assert (
+        before[name] != load_file(runs_of("single") / "sgd/model/model.safetensors")[f"bert.{name}"]
+    ).any()
 
 
 def test_a_custom_model_saves_its_files(runs_of: Callable[[str], Path]) -> None:
@@ -158,7 +194,9 @@ def test_a_parameter_of_the_loss_is_trained_and_saved(runs_of: Callable[[str], P
     weights = load_file(run / "model" / "model.safetensors")
     assert weights["loss.log_scale"].shape == (1,)
     assert (weights["loss.bias"] != 0).all()
-    model, loading = AutoModelForSequenceClassification.from_pretrained(run / "model", output_loading_info=True)
+    model, loading = AutoModelForSequenceClassification.from_pretrained(
+        run / "model", output_loading_info=True
+    )
     assert {*loading["unexpected_keys"]} == {"loss.log_scale", "loss.bias"}
     assert not loading["missing_keys"]
     assert (model.state_dict()["classifier.weight"].numpy() == weights["classifier.weight"]).all()
@@ -167,7 +205,9 @@ def test_a_parameter_of_the_loss_is_trained_and_saved(runs_of: Callable[[str], P
 @pytest.mark.parametrize("name", AGAIN)
 @pytest.mark.parametrize("way", ["single", pytest.param("ddp x2", marks=pytest.mark.multiprocess),
                                  pytest.param("zero3 x2", marks=pytest.mark.multiprocess), *SLOW_WAYS])  # fmt: skip
-def test_a_resumed_run_continues_the_uninterrupted_one(way: str, name: str, runs_of: Callable[[str], Path]) -> None:
+def test_a_resumed_run_continues_the_uninterrupted_one(
+    way: str, name: str, runs_of: Callable[[str], Path]
+) -> None:
     uninterrupted, resumed = (losses_of(runs_of(way) / run) for run in (name, f"{name} again"))
     assert len(resumed) == STEPS
     assert resumed == pytest.approx(uninterrupted, rel=1e-6)
@@ -177,7 +217,9 @@ def test_a_resumed_run_continues_the_uninterrupted_one(way: str, name: str, runs
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", [name for name in JOBS if not name.endswith("again")])
 @pytest.mark.parametrize("way", ["ddp x2", "zero3 x2", *SLOW_WAYS])
-def test_equal_losses_under_every_launch(way: str, name: str, runs_of: Callable[[str], Path]) -> None:
+def test_equal_losses_under_every_launch(
+    way: str, name: str, runs_of: Callable[[str], Path]
+) -> None:
     losses, expected = losses_of(runs_of(way) / name), losses_of(runs_of("single") / name)
     if name in DIFFERENT:
         assert len(losses) == STEPS
@@ -185,8 +227,12 @@ def test_equal_losses_under_every_launch(way: str, name: str, runs_of: Callable[
         assert losses != pytest.approx(expected, rel=1e-5)  # as the page says
         return
     assert_agree(runs_of(way) / name, runs_of("single") / name)
-    one, other = (load_file(runs_of(run) / name / "model" / "model.safetensors") for run in (way, "single"))
-    assert {key: value.shape for key, value in one.items()} == {key: value.shape for key, value in other.items()}
+    one, other = (
+        load_file(runs_of(run) / name / "model" / "model.safetensors") for run in (way, "single")
+    )
+    assert {key: value.shape for key, value in one.items()} == {
+        key: value.shape for key, value in other.items()
+    }
 
 
 @pytest.mark.slow
@@ -212,12 +258,15 @@ def deviation(run: Path, expected: Path) -> float:
 @pytest.mark.parametrize("way", ["ddp x2", "zero2 x2", "zero3 x2", "fsdp2 x2"])
 def test_half_precision(way: str, name: str, precision: str, runs_of: Callable[..., Path]) -> None:
     several, one, exact = (
-        runs_of(*where, pairs=name in PAIRS) / name for where in ((way, precision), ("single", precision), ("single",))
+        runs_of(*where, pairs=name in PAIRS) / name
+        for where in ((way, precision), ("single", precision), ("single",))
     )
     assert deviation(several, exact) < 2 * deviation(one, exact) + 1e-5
     assert deviation(several, one) < 1e-3
     if name.endswith("again"):
-        assert losses_of(several) == pytest.approx(losses_of(several.with_name(name.removesuffix(" again"))), rel=1e-6)
+        assert losses_of(several) == pytest.approx(
+            losses_of(several.with_name(name.removesuffix(" again"))), rel=1e-6
+        )
 
 
 BACKWARD, CLIP = "accelerator.backward(", "        grad_norm = acc"
@@ -431,7 +480,9 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_edit_is_an_error_before_a_bad_step(name: str, tmp_path: Path, tiny_model: Path, reviews: Path) -> None:
+def test_a_wrong_edit_is_an_error_before_a_bad_step(
+    name: str, tmp_path: Path, tiny_model: Path, reviews: Path
+) -> None:
     way, edit, before, after, says = WRONG[name]
     text = edited(edits_of(PAGES[0])[edit])
     assert text.count(before) == 1
@@ -442,12 +493,21 @@ def test_a_wrong_edit_is_an_error_before_a_bad_step(name: str, tmp_path: Path, t
     finished = recipe(write_jobs(tmp_path, [job]), *WAYS[way], script="tests/jobs_worker.py")
     finished.says_in_one_line(*says)
     metrics = tmp_path / "run" / "metrics.jsonl"
-    logged = {"requires_grad": 2, "dropout": 2, "outputs": 2, "micro-batches": 1, "after a step": 1, " late": 3}
+    logged = {
+        "requires_grad": 2,
+        "dropout": 2,
+        "outputs": 2,
+        "micro-batches": 1,
+        "after a step": 1,
+        " late": 3,
+    }
     steps = max((logged[part] for part in logged if part in name), default=0)
     assert len(lines_of(metrics) if metrics.exists() else []) == steps
 
 
-def test_a_loop_that_ends_early_is_logged_evaluated_and_saved(tmp_path: Path, tiny_model: Path, reviews: Path) -> None:
+def test_a_loop_that_ends_early_is_logged_evaluated_and_saved(
+    tmp_path: Path, tiny_model: Path, reviews: Path
+) -> None:
     leave = f"{AFTER}\n        if step.number == 4:\n            break"
     (tmp_path / "own_early.py").write_text(edited([]).replace(AFTER, leave), encoding="utf-8")
     files = ["--train_file", reviews, "--model_name_or_path", tiny_model]
@@ -461,25 +521,54 @@ def test_a_loop_that_ends_early_is_logged_evaluated_and_saved(tmp_path: Path, ti
         run = tmp_path / name
         assert [line["step"] for line in lines_of(run / "metrics.jsonl")] == [1, 2, 3, 4]
         steps = [line["step"] for line in lines_of(run / "eval.jsonl")]
-        assert steps == evaluations or steps == [*evaluations, 3]  # the best at the end, if that is not the last
+        assert steps == evaluations or steps == [
+            *evaluations,
+            3,
+        ]  # the best at the end, if that is not the last
         assert (run / "checkpoints" / "last").resolve().name == "step-00000004"
         assert (run / "model" / "model.safetensors").is_file()
 
 
-def test_a_recipe_that_does_not_finish_says_so(tmp_path: Path, tiny_model: Path, reviews: Path) -> None:
-    (tmp_path / "own_return.py").write_text(edited([]).replace(AFTER, f"{AFTER}\n        return"), encoding="utf-8")
-    files = ["--train_file", reviews, "--model_name_or_path", tiny_model, "--output_dir", tmp_path / "run"]
-    assert f"{tmp_path / 'run'}: `run.finish" in run_jobs(tmp_path, [], [["own_return", *files, *COMMON]]).err
+def test_a_recipe_that_does_not_finish_says_so(
+    tmp_path: Path, tiny_model: Path, reviews: Path
+) -> None:
+    (tmp_path / "own_return.py").write_text(
+        edited([]).replace(AFTER, f"{AFTER}\n        return"), encoding="utf-8"
+    )
+    files = [
+        "--train_file",
+        reviews,
+        "--model_name_or_path",
+        tiny_model,
+        "--output_dir",
+        tmp_path / "run",
+    ]
+    assert (
+        f"{tmp_path / 'run'}: `run.finish"
+        in run_jobs(tmp_path, [], [["own_return", *files, *COMMON]]).err
+    )
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["zero2 x2", "fsdp2 x2"])
-def test_running_means_are_equal_in_all_processes(way: str, tmp_path: Path, tiny_model: Path, reviews: Path) -> None:
+def test_running_means_are_equal_in_all_processes(
+    way: str, tmp_path: Path, tiny_model: Path, reviews: Path
+) -> None:
     layer = "model.classifier = torch.nn.Sequential(model.classifier, torch.nn.BatchNorm1d(2))"
     means = "means = accelerator.gather(toolkit.unwrapped(model).classifier[1].running_mean[None])"
     text = edited([]).replace(OPTIMIZER, f"    {layer}\n{OPTIMIZER}")
-    text = text.replace(AFTER, f"{AFTER}\n        {means}\n        assert means.any() and not means.diff(dim=0).any()")
+    text = text.replace(
+        AFTER,
+        f"{AFTER}\n        {means}\n        assert means.any() and not means.diff(dim=0).any()",
+    )
     (tmp_path / "own_means.py").write_text(text, encoding="utf-8")
-    files = ["--train_file", reviews, "--model_name_or_path", tiny_model, "--output_dir", tmp_path / "run"]
+    files = [
+        "--train_file",
+        reviews,
+        "--model_name_or_path",
+        tiny_model,
+        "--output_dir",
+        tmp_path / "run",
+    ]
     log = run_jobs(tmp_path, WAYS[way], [["own_means", *files, *COMMON, "--max_steps", 3]]).err
     assert "classifier.1.running_mean, classifier.1.running_var: buffers" in log

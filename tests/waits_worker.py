@@ -28,7 +28,9 @@ finish, begin, clip = Steps.finish, Steps.__iter__, Accelerator.clip_grad_norm_
 class Waits(TorchDispatchMode):
     noted: list[str]
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
         name = function.name()
         if name.startswith("c10d::") or "local_scalar_dense" in name:
             self.noted.append(name)

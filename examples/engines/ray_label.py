@@ -21,7 +21,9 @@ class Label:
     def __init__(self, model: str, text_column: str) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model = AutoModelForSequenceClassification.from_pretrained(model).eval().to(self.device)
+        self.model = (
+            AutoModelForSequenceClassification.from_pretrained(model).eval().to(self.device)
+        )
         self.text_column = text_column
         if self.model.config.problem_type not in (None, "single_label_classification"):
             raise ValueError(f"{model} is not a classifier of single labels")
@@ -29,14 +31,22 @@ class Label:
     @torch.inference_mode()
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         texts = [str(text) for text in batch[self.text_column]]
-        inputs = self.tokenizer(texts, truncation=True, padding=True, return_tensors="pt").to(self.device)
+        inputs = self.tokenizer(texts, truncation=True, padding=True, return_tensors="pt").to(
+            self.device
+        )
         probabilities = self.model(**inputs).logits.float().softmax(-1).cpu().numpy()  # (B, C)
         names = [self.model.config.id2label[place] for place in probabilities.argmax(1)]
-        return {**batch, "prediction": np.array(names, dtype=object), "probability": probabilities.max(1)}
+        return {
+            **batch,
+            "prediction": np.array(names, dtype=object),
+            "probability": probabilities.max(1),
+        }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("file", help="FILE.csv, FILE.jsonl, or a Parquet file or folder")
     parser.add_argument("output", help="a folder")
@@ -45,7 +55,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--num_gpus", type=float, default=0, help="of each worker")
     options = parser.parse_args()
-    read = {"csv": ray.data.read_csv, "jsonl": ray.data.read_json}.get(options.file.rpartition(".")[2])
+    read = {"csv": ray.data.read_csv, "jsonl": ray.data.read_json}.get(
+        options.file.rpartition(".")[2]
+    )
     rows = (read or ray.data.read_parquet)(options.file)
     labelled = rows.map_batches(
         Label,

@@ -16,7 +16,9 @@ from pyspark.sql.types import DoubleType, StringType, StructField, StructType
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("file", help="FILE.csv, FILE.jsonl, or a Parquet file or folder")
     parser.add_argument("output", help="a folder")
@@ -40,12 +42,20 @@ def main() -> None:
         for table in tables:
             for start in range(0, len(table), batch_size):
                 rows = table[start : start + batch_size]
-                texts = rows[text_column].fillna("").astype(str).tolist()  # Spark reads an empty cell as null
+                texts = (
+                    rows[text_column].fillna("").astype(str).tolist()
+                )  # Spark reads an empty cell as null
                 with torch.inference_mode():
-                    inputs = tokenizer(texts, truncation=True, padding=True, return_tensors="pt").to(device)
-                    probabilities = model(**inputs).logits.float().softmax(-1).cpu().numpy()  # (B, C)
+                    inputs = tokenizer(
+                        texts, truncation=True, padding=True, return_tensors="pt"
+                    ).to(device)
+                    probabilities = (
+                        model(**inputs).logits.float().softmax(-1).cpu().numpy()
+                    )  # (B, C)
                 names = [model.config.id2label[place] for place in probabilities.argmax(1)]
-                yield rows.assign(prediction=names, probability=probabilities.max(1).astype("float64"))
+                yield rows.assign(
+                    prediction=names, probability=probabilities.max(1).astype("float64")
+                )
 
     spark = pyspark.sql.SparkSession.builder.getOrCreate()
     kind = options.file.rpartition(".")[2]
@@ -54,7 +64,9 @@ def main() -> None:
     else:
         rows = (spark.read.json if kind == "jsonl" else spark.read.parquet)(options.file)
     added = [StructField("prediction", StringType()), StructField("probability", DoubleType())]
-    schema = StructType([*rows.schema.fields, *added])  # `rows.schema.add` would change the schema of `rows`
+    schema = StructType(
+        [*rows.schema.fields, *added]
+    )  # `rows.schema.add` would change the schema of `rows`
     rows.mapInPandas(label, schema).write.mode("errorifexists").parquet(options.output)
 
 

@@ -30,7 +30,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "subgroups": {"zero_optimization": {"sub_group_size": 40}},
     "persistent": {"zero_optimization": {"stage3_param_persistence_threshold": 10_000_000}},
     "offload": {"zero_optimization": OFFLOAD},
-    "swapped": {"zero_optimization": {**OFFLOAD, "offload_param": {"device": "cpu"}, "sub_group_size": 60}},
+    "swapped": {
+        "zero_optimization": {**OFFLOAD, "offload_param": {"device": "cpu"}, "sub_group_size": 60}
+    },
 }
 
 
@@ -108,7 +110,11 @@ def start_group() -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo", verbose=False)
     # DeepSpeed refuses fp16 on CPU because it is slow
-    type(deepspeed.get_accelerator()).supported_dtypes = lambda _: [torch.float32, torch.bfloat16, torch.float16]
+    type(deepspeed.get_accelerator()).supported_dtypes = lambda _: [
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+    ]
     type(deepspeed.get_accelerator()).is_fp16_supported = lambda _: True
 
 
@@ -120,7 +126,9 @@ def build(model: str, name: str) -> Way:
     make, keys = OPTIMIZERS.get(model, (torch.optim.AdamW, ADAM))
     optimizer = make(list(groups_of(module)), lr=0.01)
     if strategy.startswith("zero"):
-        return with_deepspeed(engine_of(module, optimizer, int(strategy[-1]), options), options, keys)
+        return with_deepspeed(
+            engine_of(module, optimizer, int(strategy[-1]), options), options, keys
+        )
     if strategy == "fsdp":
         return sharded_by_rows(module, make, keys)
     engine = nn.parallel.DistributedDataParallel(module) if strategy == "ddp" else module
@@ -140,7 +148,9 @@ def groups_of(module: nn.Module) -> Iterator[dict[str, Any]]:
 
 def accelerator_of(plugin: Any) -> Any:
     """What `live_state` reads of an accelerator."""
-    return SimpleNamespace(device=torch.device("cpu"), state=SimpleNamespace(deepspeed_plugin=plugin))
+    return SimpleNamespace(
+        device=torch.device("cpu"), state=SimpleNamespace(deepspeed_plugin=plugin)
+    )
 
 
 def with_torch(engine: Any, optimizer: Any, masters: Masters) -> Way:
@@ -217,9 +227,18 @@ def flat_masters_of(engine: Any) -> Masters:
         return torch.cat(parts)
 
     def masters(parameter: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        (number,) = [i for i, group in enumerate(zero.round_robin_bit16_groups) if any(p is parameter for p in group)]
-        before = itertools.takewhile(lambda other: other is not parameter, zero.round_robin_bit16_groups[number])
-        start, flat = sum(other.numel() for other in before), zero.single_partition_of_fp32_groups[number]
+        (number,) = [
+            i
+            for i, group in enumerate(zero.round_robin_bit16_groups)
+            if any(p is parameter for p in group)
+        ]
+        before = itertools.takewhile(
+            lambda other: other is not parameter, zero.round_robin_bit16_groups[number]
+        )
+        start, flat = (
+            sum(other.numel() for other in before),
+            zero.single_partition_of_fp32_groups[number],
+        )
         tensors = [flat, *(zero.optimizer.state[flat][key] for key in ADAM)]
         master, *moments = (gather(tensor)[start : start + parameter.numel()] for tensor in tensors)
         return master, dict(zip(ADAM, moments, strict=True))
@@ -253,10 +272,14 @@ def truth_of(way: Way) -> dict[str, torch.Tensor]:
             master, moments = way.masters(parameter)
             for key, value in {"weight": master, **moments}.items():
                 value = value.detach().clone()
-                actual[f"{key}.{name}"] = value.view(copy.shape) if value.numel() == copy.numel() else value
+                actual[f"{key}.{name}"] = (
+                    value.view(copy.shape) if value.numel() == copy.numel() else value
+                )
             if name in steps:
                 actual[f"step.{name}"] = torch.tensor(steps[name])
-            assert torch.equal(copy, actual[f"weight.{name}"].to(copy.dtype)), f"{name}: the weight is not its master"
+            assert torch.equal(copy, actual[f"weight.{name}"].to(copy.dtype)), (
+                f"{name}: the weight is not its master"
+            )
     for name, buffer in persistent_buffers(way.state.module):
         actual[f"buffer.{name}"] = buffer.clone()
     return actual
@@ -276,11 +299,15 @@ def _unshard(parameter: Any) -> torch.Tensor:
 def _steps(way: Way) -> dict[str, float]:
     """On all ranks; fails where they differ."""
     moments = {each.name: each.values for each in way.state.moments()}
-    local = {entry[5:]: float(value) for entry, value in moments.items() if entry.startswith("step.")}
+    local = {
+        entry[5:]: float(value) for entry, value in moments.items() if entry.startswith("step.")
+    }
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, local)
     steps: dict[str, float] = {}
     for rank in ranks:
-        assert all(steps.get(name, count) == count for name, count in rank.items()), f"other steps: {ranks}"
+        assert all(steps.get(name, count) == count for name, count in rank.items()), (
+            f"other steps: {ranks}"
+        )
         steps |= rank
     return steps

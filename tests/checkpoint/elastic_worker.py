@@ -19,7 +19,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoint.elastic_ways import SAVED_AFTER, TRAINED_ON, build, start_group, take_step, truth_of
+from tests.checkpoint.elastic_ways import (
+    SAVED_AFTER,
+    TRAINED_ON,
+    build,
+    start_group,
+    take_step,
+    truth_of,
+)
 from tests.checkpoint.saved import save_state
 from toolkit.checkpoint import folder as folders
 
@@ -36,7 +43,9 @@ def save(model: str, name: str, root: Path) -> None:
     losses = [take_step(way, step) for step in range(SAVED_AFTER, TRAINED_ON)]
     if dist.get_rank() == 0:
         compare_file(load_file(root / "checkpoint" / "weights.safetensors"), truth)
-        save_file({key: value.contiguous() for key, value in truth.items()}, root / "truth.safetensors")
+        save_file(
+            {key: value.contiguous() for key, value in truth.items()}, root / "truth.safetensors"
+        )
         (root / "losses.json").write_text(json.dumps(losses))
     way.close()
 
@@ -44,9 +53,17 @@ def save(model: str, name: str, root: Path) -> None:
 def compare_file(saved: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> None:
     """The file has the fp32 masters, the frozen weights and the buffers."""
     kinds = {"weight", "frozen", "buffer"}
-    expected = {key.partition(".")[2]: value for key, value in truth.items() if key.partition(".")[0] in kinds}
+    expected = {
+        key.partition(".")[2]: value
+        for key, value in truth.items()
+        if key.partition(".")[0] in kinds
+    }
     assert saved.keys() == expected.keys()
-    different = [name for name, value in expected.items() if not torch.equal(saved[name], value.to(saved[name].dtype))]
+    different = [
+        name
+        for name, value in expected.items()
+        if not torch.equal(saved[name], value.to(saved[name].dtype))
+    ]
     assert not different, f"the file lacks the masters of {different}"
 
 
@@ -61,7 +78,9 @@ def compare_after_restore(model: str, root: Path, target: str, exact: bool) -> N
     for key in expected.keys() & actual.keys():
         if key.startswith(("frozen.", "buffer.")):  # in the engine's dtype
             expected[key] = expected[key].to(actual[key].dtype)
-    same = functools.partial(torch.testing.assert_close, msg=lambda text: f"{root.name} -> {target}: {text}", atol=0)
+    same = functools.partial(
+        torch.testing.assert_close, msg=lambda text: f"{root.name} -> {target}: {text}", atol=0
+    )
     same(actual, expected, rtol=0, check_dtype=False)
     losses = [take_step(way, step) for step in range(SAVED_AFTER, TRAINED_ON)]
     way.close()
@@ -80,7 +99,9 @@ def main() -> None:
     plan = json.loads((folder / "plan.json").read_text())
     mine = f"x{dist.get_world_size()}"
     if action == "save":
-        for model, reader in dict.fromkeys((model, reader) for model, reader, _ in plan if reader.endswith(mine)):
+        for model, reader in dict.fromkeys(
+            (model, reader) for model, reader, _ in plan if reader.endswith(mine)
+        ):
             save(model, reader, place(folder, model, reader))
             gc.collect()
     for model, reader, target in plan:

@@ -11,13 +11,20 @@ from toolkit.checkpoint.state import LiveState
 
 def save_state(live: LiveState, folder: Path, step: int, **facts: Any) -> None:
     """All ranks must call it."""
-    tables = {folders.WEIGHTS_FILE: live.weight_shapes(), folders.OPTIMIZER_FILE: live.optimizer_shapes()}
-    frozen = [name for name, parameter in live.module.named_parameters() if not parameter.requires_grad]
+    tables = {
+        folders.WEIGHTS_FILE: live.weight_shapes(),
+        folders.OPTIMIZER_FILE: live.optimizer_shapes(),
+    }
+    frozen = [
+        name for name, parameter in live.module.named_parameters() if not parameter.requires_grad
+    ]
     optimizer = {"class": live.algorithm, "groups": live.changed_groups()}
     state = {"step": step, "strategy": live.strategy, "world": live.world, "tied": tied_names(live.module),
              "frozen": frozen, "excluded": {}, "optimizer": optimizer}  # fmt: skip
     fragments = (live.weights(), live.moments())
-    parts = [live.gather(shapes, part) for shapes, part in zip(tables.values(), fragments, strict=True)]
+    parts = [
+        live.gather(shapes, part) for shapes, part in zip(tables.values(), fragments, strict=True)
+    ]
     tensors = itertools.chain(*parts)
     if live.rank == 0:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -21,15 +21,25 @@ WAYS = {
     "adafactor": ["single x1", "ddp x2"],
     "rows": ["fsdp x2", "single x1", "fsdp x3", "zero3 x2", "fsdp x1", "zero2 x3"],
 }  # fmt: skip
-NEIGHBOURS = [[model, ways[place - 1], way] for model, ways in WAYS.items() for place, way in enumerate(ways)]
-ALL = [[model, reader, target] for model, ways in WAYS.items() for reader in ways for target in ways]
+NEIGHBOURS = [
+    [model, ways[place - 1], way] for model, ways in WAYS.items() for place, way in enumerate(ways)
+]
+ALL = [
+    [model, reader, target] for model, ways in WAYS.items() for reader in ways for target in ways
+]
 
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("plan", [NEIGHBOURS, pytest.param(ALL, marks=pytest.mark.slow)], ids=["neighbours", "all"])
+@pytest.mark.parametrize(
+    "plan", [NEIGHBOURS, pytest.param(ALL, marks=pytest.mark.slow)], ids=["neighbours", "all"]
+)
 def test_restored_state_is_the_saved_state(plan: list[list[str]], tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     worlds = sorted({int(way[-1]) for _, *ways in plan for way in ways}, reverse=True)
     for action in ("save", "restore"):
-        groups("tests.checkpoint.elastic_worker", {world: [action, tmp_path] for world in worlds}, seconds=700)
+        groups(
+            "tests.checkpoint.elastic_worker",
+            {world: [action, tmp_path] for world in worlds},
+            seconds=700,
+        )

@@ -43,7 +43,9 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "no state": lambda folder: (folder / "state.json").unlink(),
     "a missing file": lambda folder: (folder / "model" / "config.json").unlink(),
     "a truncated file": lambda folder: (folder / "optimizer.safetensors").write_bytes(b"123"),
-    "another format": lambda folder: (folder / "state.json").write_text(json.dumps({"format": 1, "files": {}})),
+    "another format": lambda folder: (folder / "state.json").write_text(
+        json.dumps({"format": 1, "files": {}})
+    ),
 }
 
 
@@ -73,10 +75,14 @@ def test_the_newest_is_by_time_not_by_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [None, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_the_best_is_never_removed(code: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_is_never_removed(
+    code: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With `code` on a disk without symbolic links: Google Drive, exFAT, SMB."""
     if code:
-        monkeypatch.setattr(Path, "symlink_to", Mock(side_effect=OSError(code, "Operation not permitted")))
+        monkeypatch.setattr(
+            Path, "symlink_to", Mock(side_effect=OSError(code, "Operation not permitted"))
+        )
     for step in range(1, 6):
         save(tmp_path, step, at=float(step))
     (tmp_path / "notes").mkdir()  # not of a run

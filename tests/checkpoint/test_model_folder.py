@@ -26,11 +26,18 @@ class Own(nn.Module):
         self.norm = nn.BatchNorm1d(7)
 
     def save(self, folder: Path, state_dict: dict[str, torch.Tensor]) -> None:
-        (folder / "own.txt").write_text(" ".join(f"{name}={state_dict[name].numel()}" for name in sorted(state_dict)))
+        (folder / "own.txt").write_text(
+            " ".join(f"{name}={state_dict[name].numel()}" for name in sorted(state_dict))
+        )
 
 
 @pytest.mark.parametrize(  # the last: LoRA, and not peft's
-    "make", [Own, lambda seed: nn.Linear(2 + seed, 3), lambda seed: nn.ModuleDict({"lora_A": nn.Linear(2 + seed, 3)})]
+    "make",
+    [
+        Own,
+        lambda seed: nn.Linear(2 + seed, 3),
+        lambda seed: nn.ModuleDict({"lora_A": nn.Linear(2 + seed, 3)}),
+    ],
 )
 def test_there_and_back(tmp_path: Path, make: Any) -> None:
     accelerator, model = Accelerator(cpu=True), make(1)
@@ -61,7 +68,9 @@ def test_an_adapter_has_all_that_is_trained(tiny_model: Path, tmp_path: Path) ->
     live, other = make_peft(tiny_model, bias="all"), make_peft(tiny_model, bias="all")
     for model in (live, other):
         model.get_submodule("base_model.model.bert.embeddings.LayerNorm").requires_grad_(True)
-    trained = {name: torch.randn_like(each) for name, each in live.named_parameters() if each.requires_grad}
+    trained = {
+        name: torch.randn_like(each) for name, each in live.named_parameters() if each.requires_grad
+    }
     live.load_state_dict(trained, strict=False)
     save_model(Accelerator(cpu=True), live, None, tmp_path / "model")
     load_weights(Accelerator(cpu=True), other, tmp_path / "model")
@@ -80,7 +89,15 @@ def test_a_number_too_large_for_fp16_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 3)
     model.weight.data[0, 0] = 7e4
     folder = tmp_path / "model"
-    refusal(save_model, Accelerator(cpu=True), model, None, folder, dtype="fp16", match="weight .*--save_dtype bf16")
+    refusal(
+        save_model,
+        Accelerator(cpu=True),
+        model,
+        None,
+        folder,
+        dtype="fp16",
+        match="weight .*--save_dtype bf16",
+    )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -38,9 +38,15 @@ def test_the_library_reads_each_dtype_and_shape(tmp_path):
 
 def test_a_file_that_is_not_what_its_header_says_is_an_error(tmp_path):
     shapes = {"a": (torch.float32, (2,)), "b": (torch.float32, (1,))}
-    with pytest.raises(ValueError, match="b was not written"), SafetensorsWriter(tmp_path / "1", shapes) as file:
+    with (
+        pytest.raises(ValueError, match="b was not written"),
+        SafetensorsWriter(tmp_path / "1", shapes) as file,
+    ):
         file.write("a", torch.zeros(2))
-    with pytest.raises(ValueError, match="expected a"), SafetensorsWriter(tmp_path / "2", shapes) as file:
+    with (
+        pytest.raises(ValueError, match="expected a"),
+        SafetensorsWriter(tmp_path / "2", shapes) as file,
+    ):
         file.write("a", torch.zeros(3))
     with pytest.raises(UserError, match="weight has the dtype"):
         SafetensorsWriter(tmp_path / "3", {"weight": (torch.complex64, (1,))})

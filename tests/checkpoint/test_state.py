@@ -128,9 +128,12 @@ def test_awkward_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "saved_at", "before"), [*((name, 3, before) for name in MAKERS for before in (0, 5)), ("momentum", 0, 3)]
+    ("name", "saved_at", "before"),
+    [*((name, 3, before) for name in MAKERS for before in (0, 5)), ("momentum", 0, 3)],
 )
-def test_an_optimizer_resumes_exactly(tmp_path: Path, name: str, saved_at: int, before: int) -> None:
+def test_an_optimizer_resumes_exactly(
+    tmp_path: Path, name: str, saved_at: int, before: int
+) -> None:
     """`before`: steps of the resumed optimizer, whose state must be replaced."""
     live = started(name, saved_at)
     save_state(live, tmp_path / "one", saved_at)
@@ -162,15 +165,21 @@ def test_hyperparameters_of_this_run_are_not_replaced(tmp_path: Path) -> None:
 
 
 def frozen(name: str, size: int) -> Callable[[Any], None]:
-    return lambda model: model.register_parameter(name, nn.Parameter(torch.ones(size), requires_grad=False))
+    return lambda model: model.register_parameter(
+        name, nn.Parameter(torch.ones(size), requires_grad=False)
+    )
 
 
 CHANGES: dict[str, Any] = {
     "lacks extra, which the model has": frozen("extra", 2),
     "has frozen, which the model lacks": lambda model: delattr(model, "frozen"),
     "frozen has shape [7], and [8] in the model": frozen("frozen", 8),
-    "mask has shape [3], and [2] in the model": lambda model: model.register_buffer("mask", torch.ones(2).bool()),
-    "lacks head.weight": lambda model: setattr(model.head, "weight", nn.Parameter(torch.ones(5, 3))),  # untied
+    "mask has shape [3], and [2] in the model": lambda model: model.register_buffer(
+        "mask", torch.ones(2).bool()
+    ),
+    "lacks head.weight": lambda model: setattr(
+        model.head, "weight", nn.Parameter(torch.ones(5, 3))
+    ),  # untied
 }
 
 
@@ -187,7 +196,9 @@ def test_another_model_is_refused(tmp_path: Path, message: str) -> None:
 
 def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     save_state(started("momentum", 3), tmp_path / "sgd", 3)
-    assert "was saved by SGD, and this run has AdamW" in refused(started("adamw", 1), tmp_path / "sgd")
+    assert "was saved by SGD, and this run has AdamW" in refused(
+        started("adamw", 1), tmp_path / "sgd"
+    )
     save_state(started("lion", 3), tmp_path / "lion", 3)
     one, *others = (module := started("lion", 0).module).parameters()
     optimizer = Lion([{"params": [one]}, {"params": others}], lr=0.01)
@@ -201,7 +212,10 @@ class Flat(LiveState):
     sharded, strategy = True, "zero2"
 
     def optimizer_tensors(self) -> Any:
-        yield torch.zeros(1), [name for name, each in self.module.named_parameters() if each.requires_grad]
+        yield (
+            torch.zeros(1),
+            [name for name, each in self.module.named_parameters() if each.requires_grad],
+        )
 
 
 def flat(live: LiveState) -> LiveState:
@@ -216,7 +230,9 @@ def test_state_of_rows_and_columns_does_not_cross_into_zero(tmp_path: Path, name
     assert "which zero2 cannot restore: resume with one process or DDP" in message
     sharded = started(name, 2)
     sharded.sharded = True
-    refusal(sharded.optimizer_shapes, match=r"of shape \[\d+(, 1)?\].* cannot save: launch with ddp")
+    refusal(
+        sharded.optimizer_shapes, match=r"of shape \[\d+(, 1)?\].* cannot save: launch with ddp"
+    )
 
 
 def test_unequal_steps_do_not_cross_into_zero(tmp_path: Path) -> None:
@@ -224,7 +240,9 @@ def test_unequal_steps_do_not_cross_into_zero(tmp_path: Path) -> None:
     saved, fresh = awkward(1), awkward(2)
     saved.optimizer.state[saved.module.scalar]["step"].fill_(1.0)
     save_state(saved, tmp_path / "one", 3)
-    assert "scalar and brief differ in their optimizer state" in refused(flat(fresh), tmp_path / "one")
+    assert "scalar and brief differ in their optimizer state" in refused(
+        flat(fresh), tmp_path / "one"
+    )
     load(fresh, tmp_path / "one")
     assert fresh.optimizer.state[fresh.module.scalar]["step"] == 1.0
 
@@ -243,6 +261,9 @@ def test_state_that_cannot_be_saved_is_named() -> None:
     live = live_state(accelerator_of(None), model, optimizer)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    refusal(live.optimizer_shapes, match=r"Listing has history \(list\) of weight, which cannot be saved")
+    refusal(
+        live.optimizer_shapes,
+        match=r"Listing has history \(list\) of weight, which cannot be saved",
+    )
     optimizer.param_groups[0]["past"] = torch.zeros(2)
     refusal(live.changed_groups, match=r"Listing has past \(Tensor\) in a group")

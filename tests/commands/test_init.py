@@ -25,7 +25,9 @@ FOLDERS = ("recipes", "accelerate_configs", "ds_configs")
 
 
 def test_the_manifest_names_every_file_of_the_repository() -> None:
-    tracked = subprocess.run(["git", "ls-files", *FOLDERS], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    tracked = subprocess.run(
+        ["git", "ls-files", *FOLDERS], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
     if tracked.returncode:
         pytest.skip("no git repository")
     assert tracked.stdout.split() == SHIPPED
@@ -44,7 +46,9 @@ def test_init_copies_every_recipe_and_config_file(tmp_path: Path, capsys: Any) -
     assert f"cd '{tmp_path}/my work'\n  {launch}" in out
 
 
-def test_init_overwrites_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_init_overwrites_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "cls.py").write_text("print('mine')\n")
@@ -67,7 +71,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"  # a build leaves files where it builds
     for name in ("toolkit", *FOLDERS):
-        shutil.copytree(REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
     (source / "recipes" / "somebodys_own.py").write_text("SECRET = 1\n")  # not in MANIFEST.in
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
@@ -75,11 +81,15 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source)]
     subprocess.run(build, check=True, timeout=120)
     (wheel,) = folder.glob("finetune_toolkit-*.whl")
-    venv.create(folder / "venv", symlinks=True)  # without pip: the one that runs the tests installs into it
+    venv.create(
+        folder / "venv", symlinks=True
+    )  # without pip: the one that runs the tests installs into it
     python = folder / "venv" / "bin" / "python"
     (packages,) = (folder / "venv").glob("lib/python*/site-packages")
     (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    subprocess.run([*pip, "--python", str(python), "install", "--no-deps", str(wheel)], check=True, timeout=120)
+    subprocess.run(
+        [*pip, "--python", str(python), "install", "--no-deps", str(wheel)], check=True, timeout=120
+    )
     return python
 
 

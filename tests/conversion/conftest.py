@@ -13,7 +13,14 @@ from tests.runs import groups
 WORLDS: dict[int, tuple[str, ...]] = {
     1: ("zero3-frozen",),
     2: (*KINDS, *OTHERS),
-    3: ("zero1-frozen", "zero1-bf16-optimizer", "zero2-bf16", "zero2-aligned", "zero3-bf16", "zero3-frozen"),
+    3: (
+        "zero1-frozen",
+        "zero1-bf16-optimizer",
+        "zero2-bf16",
+        "zero2-aligned",
+        "zero3-bf16",
+        "zero3-frozen",
+    ),
 }
 NAMES = [f"{name} x{world}" for world, names in WORLDS.items() for name in names]
 
@@ -24,7 +31,10 @@ def checkpoints(tiny_model: Path) -> dict[str, Path]:
     root = Path(os.environ["TOOLKIT_TESTS_FOLDER"], "conversion")
     with FileLock(f"{root}.lock"):
         if not root.exists():
-            words = {world: [tiny_model, f"{root}.draft/x{world}", *names] for world, names in WORLDS.items()}
+            words = {
+                world: [tiny_model, f"{root}.draft/x{world}", *names]
+                for world, names in WORLDS.items()
+            }
             groups("tests.conversion.worker", words)
             Path(f"{root}.draft").rename(root)
     return {name: root / name.split()[1] / name.split()[0] for name in NAMES}

@@ -40,10 +40,16 @@ def fault_of(folder: Path, *says: str, **options: Any) -> str:
 
 
 def files_of(root: Path) -> list[Path]:
-    return sorted(path for path in root.rglob("*") if path.suffix in (".pt", ".distcp", ".bin") or path.name[0] == ".")
+    return sorted(
+        path
+        for path in root.rglob("*")
+        if path.suffix in (".pt", ".distcp", ".bin") or path.name[0] == "."
+    )
 
 
-@pytest.mark.parametrize("name", ["zero0 x2", "zero2-bf16 x3", "zero3-bf16 x3", "fsdp-sharded x2", "fsdp-full x2"])
+@pytest.mark.parametrize(
+    "name", ["zero0 x2", "zero2-bf16 x3", "zero3-bf16 x3", "fsdp-sharded x2", "fsdp-full x2"]
+)
 def test_truncated_missing_or_flipped(name: str, copied: Copy) -> None:
     root = copied(name)
     for file in files_of(root):
@@ -53,7 +59,9 @@ def test_truncated_missing_or_flipped(name: str, copied: Copy) -> None:
             assert file.name in fault_of(root), size
         if file.name != ".metadata":
             for place in weights_in(content):
-                file.write_bytes(content[:place] + bytes([content[place] ^ 0x10]) + content[place + 1 :])
+                file.write_bytes(
+                    content[:place] + bytes([content[place] ^ 0x10]) + content[place + 1 :]
+                )
                 assert file.name in fault_of(root)
         file.unlink()
         fault_of(root, str(root))
@@ -63,7 +71,9 @@ def test_truncated_missing_or_flipped(name: str, copied: Copy) -> None:
 
 def weights_in(content: bytes) -> list[int]:
     """A place in the middle of some of the tensors that are converted."""
-    if content[:2] != b"PK" or content.count(b"data.pkl") > 2:  # several files of torch.save: chunks
+    if (
+        content[:2] != b"PK" or content.count(b"data.pkl") > 2
+    ):  # several files of torch.save: chunks
         return [len(content) // 2]
     state = torch.load(io.BytesIO(content), weights_only=False)
     optimizer = state.get("optimizer_state_dict", {})
@@ -75,13 +85,31 @@ def weights_in(content: bytes) -> list[int]:
 @pytest.mark.parametrize(
     ("name", "gone", "lacks"),
     [
-        ("zero2-bf16 x3", "*rank_[12]_*", "lacks bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt, bf16_zero_pp_rank_2"),
-        ("zero3-bf16 x3", "*rank_2_*", "lacks zero_pp_rank_2_mp_rank_00_model_states.pt, bf16_zero_pp_rank_2"),
-        ("zero3-bf16 x3", "*rank_1_*optim*", "lacks bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
-        ("zero3-bf16 x3", "*model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt: No such file"),
+        (
+            "zero2-bf16 x3",
+            "*rank_[12]_*",
+            "lacks bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt, bf16_zero_pp_rank_2",
+        ),
+        (
+            "zero3-bf16 x3",
+            "*rank_2_*",
+            "lacks zero_pp_rank_2_mp_rank_00_model_states.pt, bf16_zero_pp_rank_2",
+        ),
+        (
+            "zero3-bf16 x3",
+            "*rank_1_*optim*",
+            "lacks bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        ),
+        (
+            "zero3-bf16 x3",
+            "*model_states.pt",
+            "zero_pp_rank_0_mp_rank_00_model_states.pt: No such file",
+        ),
     ],
 )
-def test_missing_ranks_are_named(name: str, gone: str, lacks: str, copied: Copy, fault: Fault) -> None:
+def test_missing_ranks_are_named(
+    name: str, gone: str, lacks: str, copied: Copy, fault: Fault
+) -> None:
     root = copied(name)
     for file in (root / "global_step2").glob(gone):
         file.unlink()
@@ -91,7 +119,10 @@ def test_missing_ranks_are_named(name: str, gone: str, lacks: str, copied: Copy,
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_file_of_another_step_and_exchanged_ranks(stage: int, copied: Copy) -> None:
-    root, later = copied(f"zero{stage}-bf16 x2"), copied(f"zero{stage}-bf16 x2", "-later", to="later")
+    root, later = (
+        copied(f"zero{stage}-bf16 x2"),
+        copied(f"zero{stage}-bf16 x2", "-later", to="later"),
+    )
     for file in files_of(root):
         content = file.read_bytes()
         shutil.copy(later / "global_step3" / file.name, file)
@@ -132,7 +163,11 @@ def test_latest_and_other_parallelism(copied: Copy) -> None:
     (root / "latest").write_text("epoch-1/step-2")  # any tag that save_checkpoint takes
     toolkit.convert(root, root.parent / "out")
     tag = root / "epoch-1" / "step-2"
-    for name in ("mp_rank_01_model_states.pt", "layer_00-model_states.pt", "expert_0_mp_rank_00_model_states.pt"):
+    for name in (
+        "mp_rank_01_model_states.pt",
+        "layer_00-model_states.pt",
+        "expert_0_mp_rank_00_model_states.pt",
+    ):
         shutil.copy(next(tag.glob("*model_states.pt")), tag / name)
         fault_of(root, name, "not supported")
         (tag / name).unlink()
@@ -148,7 +183,9 @@ class Bomb:
         return os.system, (f"touch {self.trace}",)
 
 
-@pytest.mark.parametrize("name", ["zero0 x2", "zero2-bf16 x2", "zero3-bf16 x2", "ddp-bin x2", "fsdp-full x2"])
+@pytest.mark.parametrize(
+    "name", ["zero0 x2", "zero2-bf16 x2", "zero3-bf16 x2", "ddp-bin x2", "fsdp-full x2"]
+)
 def test_no_code_of_a_torch_file_is_executed(name: str, copied: Copy, fault: Fault) -> None:
     root = copied(name)
     for file in files_of(root):
@@ -175,10 +212,14 @@ def test_no_code_of_other_pickles_is_executed(copied: Copy, tmp_path: Path) -> N
     fault_of(root, str(metadata), "posix.system")
     metadata.write_bytes(whole)
     torch.save(
-        {"weight": torch.ones(2), "bomb": Bomb(trace)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False
+        {"weight": torch.ones(2), "bomb": Bomb(trace)},
+        tmp_path / "old.pt",
+        _use_new_zipfile_serialization=False,
     )
     fault_of(tmp_path / "old.pt", "old.pt", "posix.system")
-    torch.save({"state_dict": {"weight": torch.ones(2)}, "bomb": Bomb(trace)}, tmp_path / "last.ckpt")
+    torch.save(
+        {"state_dict": {"weight": torch.ones(2)}, "bomb": Bomb(trace)}, tmp_path / "last.ckpt"
+    )
     fault_of(tmp_path / "last.ckpt", "last.ckpt", "posix.system")
     assert not trace.exists()
 

@@ -62,9 +62,15 @@ def lightning(state: State, optimizer: Any) -> dict[str, Any]:
         "pytorch-lightning_version": "2.5.1",
         "state_dict": state,
         "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"total": {"ready": 3}}}},
-        "callbacks": {"ModelCheckpoint": {"best_model_score": torch.tensor(0.5), "dirpath": "runs"}},
+        "callbacks": {
+            "ModelCheckpoint": {"best_model_score": torch.tensor(0.5), "dirpath": "runs"}
+        },
         "optimizer_states": [optimizer.state_dict()],
-        "hyper_parameters": {"lr": 1e-5, "folder": Path("runs"), "options": argparse.Namespace(seed=1)},
+        "hyper_parameters": {
+            "lr": 1e-5,
+            "folder": Path("runs"),
+            "options": argparse.Namespace(seed=1),
+        },
     }
 
 
@@ -84,7 +90,9 @@ FILES: dict[str, Callable[[State, Any], Any]] = {
 
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_of_torch_save(name: str, legacy: bool, trained: Any, config: Path, tmp_path: Path) -> None:
+def test_a_file_of_torch_save(
+    name: str, legacy: bool, trained: Any, config: Path, tmp_path: Path
+) -> None:
     state = dict(trained[0].state_dict())
     content = FILES[name](state, trained[1])
     torch.save(content, tmp_path / name, _use_new_zipfile_serialization=not legacy)
@@ -95,33 +103,66 @@ def test_a_file_of_torch_save(name: str, legacy: bool, trained: Any, config: Pat
 
 FOLDERS: dict[str, Callable[[State, Any], Any]] = {
     "the state itself": lambda state, _: state,
-    "a loop's": lambda state, optimizer: {"model": state, "optim": optimizer, "step": 3, "rng": torch.get_rng_state()},
-    "torch's example": lambda state, optimizer: {"app": {"model": begin_with("net.", state), "optim": optimizer}},
+    "a loop's": lambda state, optimizer: {
+        "model": state,
+        "optim": optimizer,
+        "step": 3,
+        "rng": torch.get_rng_state(),
+    },
+    "torch's example": lambda state, optimizer: {
+        "app": {"model": begin_with("net.", state), "optim": optimizer}
+    },
 }
 
 
 @pytest.mark.parametrize("name", FOLDERS)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_folder_of_torch_distributed_checkpoint(name: str, trained: Any, config: Path, tmp_path: Path) -> None:
+def test_a_folder_of_torch_distributed_checkpoint(
+    name: str, trained: Any, config: Path, tmp_path: Path
+) -> None:
     state = dict(trained[0].state_dict())
     folder = tmp_path / "saved" / "pytorch_model_fsdp_0"
     dcp.save(FOLDERS[name](state, get_optimizer_state_dict(*trained)), checkpoint_id=str(folder))
     for number, source in enumerate((folder, folder.parent)):  # as accelerate nests them
         toolkit.convert(source, tmp_path / f"out{number}", config_from=config)
         assert_equal(read_folder(tmp_path / f"out{number}"), state)
-    refusal(toolkit.convert, next(folder.glob("*.distcp")), tmp_path / "out", says=[f"name its folder, {folder}"])
+    refusal(
+        toolkit.convert,
+        next(folder.glob("*.distcp")),
+        tmp_path / "out",
+        says=[f"name its folder, {folder}"],
+    )
 
 
 def test_several_models_in_a_file(trained: Any, config: Path, tmp_path: Path) -> None:
     state = dict(trained[0].state_dict())
     older = {name: tensor * 2 for name, tensor in state.items()}
     torch.save({"model": state, "ema": older}, tmp_path / "ema.pt")
-    torch.save(lightning(begin_with("net.", state) | {"loss.weight": torch.ones(3)}, trained[1]), tmp_path / "a.ckpt")
+    torch.save(
+        lightning(begin_with("net.", state) | {"loss.weight": torch.ones(3)}, trained[1]),
+        tmp_path / "a.ckpt",
+    )
     out = tmp_path / "out"
-    refusal(toolkit.convert, tmp_path / "ema.pt", out, config_from=config, lines=3, says=["--prefix", "ema.", "model."])
-    refusal(toolkit.convert, tmp_path / "a.ckpt", out, config_from=config, lines=3, says=["net.bert", "--prefix"])
+    refusal(
+        toolkit.convert,
+        tmp_path / "ema.pt",
+        out,
+        config_from=config,
+        lines=3,
+        says=["--prefix", "ema.", "model."],
+    )
+    refusal(
+        toolkit.convert,
+        tmp_path / "a.ckpt",
+        out,
+        config_from=config,
+        lines=3,
+        says=["net.bert", "--prefix"],
+    )
     refusal(toolkit.convert, tmp_path / "a.ckpt", out, prefix="nett", says=["nett.", "net.bert"])
-    refusal(toolkit.convert, tmp_path, tmp_path.with_name("out"), says=["ema.pt", "a.ckpt"])  # name the file
+    refusal(
+        toolkit.convert, tmp_path, tmp_path.with_name("out"), says=["ema.pt", "a.ckpt"]
+    )  # name the file
     for prefix, name in {"ema": "ema.pt", "model.": "ema.pt", "net": "a.ckpt"}.items():
         toolkit.convert(tmp_path / name, tmp_path / prefix, config_from=config, prefix=prefix)
         assert_equal(read_folder(tmp_path / prefix), older if prefix == "ema" else state)
@@ -135,16 +176,26 @@ def test_a_class_of_the_users(trained: Any, config: Path, tmp_path: Path) -> Non
     assert "not in transformers" in lines[0]
 
 
-def test_the_config_promises_every_name_and_shape(trained: Any, config: Path, tmp_path: Path) -> None:
+def test_the_config_promises_every_name_and_shape(
+    trained: Any, config: Path, tmp_path: Path
+) -> None:
     state = dict(trained[0].state_dict())
     changes: dict[str, State] = {
         "has extra.weight": state | {"extra.weight": torch.ones(2)},
-        "lacks classifier.bias": {name: tensor for name, tensor in state.items() if name != "classifier.bias"},
+        "lacks classifier.bias": {
+            name: tensor for name, tensor in state.items() if name != "classifier.bias"
+        },
         "has classifier.weight of shape [5, 33]": state | {"classifier.weight": torch.ones(5, 33)},
     }
     for fault, content in changes.items():
         torch.save(content, tmp_path / "model.pt")
-        refusal(toolkit.convert, tmp_path / "model.pt", tmp_path / "out", config_from=config, says=[fault])
+        refusal(
+            toolkit.convert,
+            tmp_path / "model.pt",
+            tmp_path / "out",
+            config_from=config,
+            says=[fault],
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -159,7 +210,9 @@ def test_tied_weights_are_written_once_and_tied_again(config: Path, tmp_path: Pa
     settings.save_pretrained(tmp_path)
     toolkit.convert(tmp_path, tmp_path / "out")
     assert "cls.predictions.decoder.weight" not in read_folder(tmp_path / "out")
-    loaded, report = AutoModelForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    loaded, report = AutoModelForMaskedLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     assert_equal(loaded.state_dict(), model.state_dict())
@@ -181,19 +234,45 @@ def test_a_model_in_any_dtype(most: str, trained: Any, tmp_path: Path) -> None:
         refusal(toolkit.convert, tmp_path / "model", tmp_path / "out", says=[shard.name])
     big = {"a.weight": torch.tensor([1e5, 2.0]), "b.weight": torch.tensor([float("inf")])}
     save_file(big, tmp_path / "big.safetensors")
-    refusal(toolkit.convert, tmp_path / "big.safetensors", tmp_path / "out", dtype="fp16", says=["a.weight", "bf16"])
+    refusal(
+        toolkit.convert,
+        tmp_path / "big.safetensors",
+        tmp_path / "out",
+        dtype="fp16",
+        says=["a.weight", "bf16"],
+    )
     toolkit.convert(tmp_path / "big.safetensors", tmp_path / "out", dtype="bf16")
 
 
-def write_run(folder: Path, tensors: Mapping[str, torch.Tensor], config: Path, **facts: Any) -> Path:
+def write_run(
+    folder: Path, tensors: Mapping[str, torch.Tensor], config: Path, **facts: Any
+) -> Path:
     """A run's checkpoint (docs/checkpoints.md)."""
     tables = {
-        "weights.safetensors": {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()},
+        "weights.safetensors": {
+            name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
+        },
         "optimizer.safetensors": {"step.x": (torch.float32, ())},
     }
-    every = [*(tensors[name] for name in file_order(tables["weights.safetensors"])), torch.tensor(7.0)]
-    known = {"step": 7, "tied": {}, "excluded": {}, "base_model": None, "settings": {}, "identity": {"model": ""}}
-    folders.save(folder, tables, every, {**known, **facts}, lambda draft: shutil.copytree(config, draft / "model"))
+    every = [
+        *(tensors[name] for name in file_order(tables["weights.safetensors"])),
+        torch.tensor(7.0),
+    ]
+    known = {
+        "step": 7,
+        "tied": {},
+        "excluded": {},
+        "base_model": None,
+        "settings": {},
+        "identity": {"model": ""},
+    }
+    folders.save(
+        folder,
+        tables,
+        every,
+        {**known, **facts},
+        lambda draft: shutil.copytree(config, draft / "model"),
+    )
     return folder
 
 

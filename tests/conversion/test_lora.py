@@ -22,7 +22,13 @@ def make_peft(model: Path, **options: Any) -> Any:
 
     torch.manual_seed(3)
     base = AutoModelForSequenceClassification.from_pretrained(model, num_labels=3)
-    options = {"task_type": "SEQ_CLS", "r": 3, "lora_alpha": 5, "target_modules": ["query", "value"], **options}
+    options = {
+        "task_type": "SEQ_CLS",
+        "r": 3,
+        "lora_alpha": 5,
+        "target_modules": ["query", "value"],
+        **options,
+    }
     return peft.get_peft_model(base, peft.LoraConfig(init_lora_weights=False, **options))
 
 
@@ -30,7 +36,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "rslora": {"use_rslora": True},
     "dora": {"use_dora": True},
-    "patterns": {"rank_pattern": {"query": 5}, "alpha_pattern": {"layer.0.attention.self.value": 11}},
+    "patterns": {
+        "rank_pattern": {"query": 5},
+        "alpha_pattern": {"layer.0.attention.self.value": 11},
+    },
     "embedding": {"target_modules": ["word_embeddings", "dense"], "modules_to_save": ["pooler"]},
     "biases": {"bias": "lora_only"},
     "all biases": {"bias": "all"},
@@ -46,9 +55,15 @@ def base(tiny_model: Path, tmp_path: Path) -> Path:
 
 def saved(live: Any, folder: Path, tiny_model: Path, **state: Any) -> Path:
     """A run's checkpoint of a live peft model, without what is frozen."""
-    tensors = {name: parameter.detach() for name, parameter in live.named_parameters() if parameter.requires_grad}
+    tensors = {
+        name: parameter.detach()
+        for name, parameter in live.named_parameters()
+        if parameter.requires_grad
+    }
     excluded = {
-        name: list(parameter.shape) for name, parameter in live.named_parameters() if not parameter.requires_grad
+        name: list(parameter.shape)
+        for name, parameter in live.named_parameters()
+        if not parameter.requires_grad
     }
     config = bert_config(tiny_model, folder.with_name("config"))
     live.peft_config["default"].save_pretrained(config)
@@ -61,9 +76,16 @@ def test_merged_is_pefts_merge(variant: str, tiny_model: Path, base: Path, tmp_p
     run = saved(live, tmp_path / "run", tiny_model)
     live.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     refusal(toolkit.convert, run, tmp_path / "out", merge_lora=True, says=["--base_model"])
-    refusal(toolkit.convert, tmp_path / "adapter", tmp_path / "out", says=["--merge_lora", "--base_model"])
+    refusal(
+        toolkit.convert,
+        tmp_path / "adapter",
+        tmp_path / "out",
+        says=["--merge_lora", "--base_model"],
+    )
     torch.save(live.state_dict(), tmp_path / "whole.pt")
-    expected = {name: tensor.clone() for name, tensor in live.merge_and_unload().state_dict().items()}
+    expected = {
+        name: tensor.clone() for name, tensor in live.merge_and_unload().state_dict().items()
+    }
     sources = {"run": {}, "adapter": {}, "whole.pt": {"config_from": tmp_path / "config"}}
     for name, options in sources.items():
         out = tmp_path / f"out of {name}"
@@ -73,14 +95,18 @@ def test_merged_is_pefts_merge(variant: str, tiny_model: Path, base: Path, tmp_p
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_adapter_folder_loads_in_peft(variant: str, tiny_model: Path, base: Path, tmp_path: Path) -> None:
+def test_the_adapter_folder_loads_in_peft(
+    variant: str, tiny_model: Path, base: Path, tmp_path: Path
+) -> None:
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
 
     live = make_peft(tiny_model, **VARIANTS[variant])
     live.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
     theirs = load_file(tmp_path / "theirs" / "adapter_model.safetensors")
-    theirs = {name: each for name, each in theirs.items() if "modules" not in name.replace("_to", "")}
+    theirs = {
+        name: each for name, each in theirs.items() if "modules" not in name.replace("_to", "")
+    }
     for unused in ("original_module", "modules_to_save"):  # peft writes them too
         theirs.pop(f"base_model.model.classifier.{unused}.bias", None)
     torch.save(live.state_dict(), tmp_path / "state.pt")
@@ -88,9 +114,15 @@ def test_the_adapter_folder_loads_in_peft(variant: str, tiny_model: Path, base: 
     toolkit.convert(saved(live, tmp_path / "run", tiny_model), tmp_path / "out")
     assert_equal(read_folder(tmp_path / "out"), theirs)
     assert_equal(read_folder(tmp_path / "same"), theirs)
-    again = PeftModel.from_pretrained(AutoModelForSequenceClassification.from_pretrained(base), tmp_path / "out")
+    again = PeftModel.from_pretrained(
+        AutoModelForSequenceClassification.from_pretrained(base), tmp_path / "out"
+    )
     state, expected = again.state_dict(), live.state_dict()
-    assert all(torch.equal(state[name], expected[name]) for name in expected if "lora_" in name or "modules_to" in name)
+    assert all(
+        torch.equal(state[name], expected[name])
+        for name in expected
+        if "lora_" in name or "modules_to" in name
+    )
 
 
 def test_what_cannot_be_merged_is_refused(tiny_model: Path, base: Path, tmp_path: Path) -> None:
@@ -111,17 +143,30 @@ def test_what_cannot_be_merged_is_refused(tiny_model: Path, base: Path, tmp_path
         assert not out.exists()
 
 
-def test_what_was_trained_beside_the_adapter_is_not_lost(tiny_model: Path, base: Path, tmp_path: Path) -> None:
+def test_what_was_trained_beside_the_adapter_is_not_lost(
+    tiny_model: Path, base: Path, tmp_path: Path
+) -> None:
     live = make_peft(tiny_model)
-    next(each for name, each in live.named_parameters() if "LayerNorm.weight" in name).requires_grad_(True)
+    next(
+        each for name, each in live.named_parameters() if "LayerNorm.weight" in name
+    ).requires_grad_(True)
     identity = {"model": digest_of_model(base)}
     run = saved(live, tmp_path / "run", tiny_model, base_model=str(base), identity=identity)
-    refusal(toolkit.convert, run, tmp_path / "out", says=["LayerNorm.weight was trained", "--merge_lora"])
+    refusal(
+        toolkit.convert,
+        run,
+        tmp_path / "out",
+        says=["LayerNorm.weight was trained", "--merge_lora"],
+    )
     toolkit.convert(run, tmp_path / "out", merge_lora=True)  # the run's own base model
     edit_json(base / "config.json", changed=True)
-    refusal(toolkit.convert, run, tmp_path / "other", merge_lora=True, says=[str(base), "has changed"])
+    refusal(
+        toolkit.convert, run, tmp_path / "other", merge_lora=True, says=[str(base), "has changed"]
+    )
 
 
 def test_other_adapters_are_no_models(tmp_path: Path) -> None:
-    save_file({"base_model.model.layer.ia3_l": torch.ones(3, 1)}, tmp_path / "adapter_model.safetensors")
+    save_file(
+        {"base_model.model.layer.ia3_l": torch.ones(3, 1)}, tmp_path / "adapter_model.safetensors"
+    )
     refusal(toolkit.convert, tmp_path, tmp_path / "out", says=["adapter"])

@@ -18,12 +18,18 @@ State = dict[str, torch.Tensor]
 
 
 def read_folder(folder: Path) -> State:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
 
 
 def assert_equal(actual: State, expected: State) -> None:
     """Floating tensors in fp32."""
-    expected = {name: each.float() if each.is_floating_point() else each for name, each in expected.items()}
+    expected = {
+        name: each.float() if each.is_floating_point() else each for name, each in expected.items()
+    }
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
@@ -32,7 +38,9 @@ def truth_of(folder: Path) -> State:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_weights_are_those_in_memory(name: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_weights_are_those_in_memory(
+    name: str, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
     lines = toolkit.convert(checkpoints[name], tmp_path / "out")
     truth = truth_of(checkpoints[name])
     actual = read_folder(tmp_path / "out")
@@ -53,15 +61,21 @@ def bert_config(model: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["zero2-bert x2", "zero3-bert x2"])
-def test_from_pretrained_loads_it(name: str, checkpoints: dict[str, Path], tiny_model: Path, tmp_path: Path) -> None:
+def test_from_pretrained_loads_it(
+    name: str, checkpoints: dict[str, Path], tiny_model: Path, tmp_path: Path
+) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     out, config = tmp_path / "out", bert_config(tiny_model, tmp_path / "config")
     lines = toolkit.convert(checkpoints[name], out, config_from=config)
     assert "BertForSequenceClassification" in lines[0]
     model: Any
-    model, report = AutoModelForSequenceClassification.from_pretrained(out, output_loading_info=True)
-    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    model, report = AutoModelForSequenceClassification.from_pretrained(
+        out, output_loading_info=True
+    )
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), (
+        report
+    )
     state, truth = model.state_dict(), truth_of(checkpoints[name])
     assert_equal({key: state[key] for key in truth}, truth)
     assert model.config.id2label[2] == "label 2"
@@ -86,10 +100,24 @@ def test_what_was_left_out_comes_from_the_base_model(
     from tests.faults import refusal
 
     config = bert_config(tiny_model, tmp_path / "config")
-    head = {key: each for key, each in truth_of(checkpoints["zero2-bert x2"]).items() if "encoder" not in key}
+    head = {
+        key: each
+        for key, each in truth_of(checkpoints["zero2-bert x2"]).items()
+        if "encoder" not in key
+    }
     torch.save(head, tmp_path / "head.pt")
-    refusal(toolkit.convert, tmp_path / "head.pt", tmp_path / "out", config_from=config, says=["lacks bert.encoder"])
-    toolkit.convert(tmp_path / "head.pt", tmp_path / "out", config_from=config, base_model=tiny_model)
+    refusal(
+        toolkit.convert,
+        tmp_path / "head.pt",
+        tmp_path / "out",
+        config_from=config,
+        says=["lacks bert.encoder"],
+    )
+    toolkit.convert(
+        tmp_path / "head.pt", tmp_path / "out", config_from=config, base_model=tiny_model
+    )
     base = load_file(tiny_model / "model.safetensors")
     actual = read_folder(tmp_path / "out")
-    assert_equal(actual, {key: head.get(key, base.get(key.removeprefix("bert."))) for key in actual})
+    assert_equal(
+        actual, {key: head.get(key, base.get(key.removeprefix("bert."))) for key in actual}
+    )

@@ -83,7 +83,9 @@ KINDS = {
 
 
 def start() -> None:
-    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # nothing to compile
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: (
+        None
+    )  # nothing to compile
     import deepspeed
 
     torch.set_num_threads(1)
@@ -143,7 +145,9 @@ def truth_of(engine: Any, kind: Kind) -> dict[str, torch.Tensor]:
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]):
             weight = parameter.data.detach().clone()
-        is_half = weight.dtype != torch.float32  # in fp32 the weights are the masters, and always right
+        is_half = (
+            weight.dtype != torch.float32
+        )  # in fp32 the weights are the masters, and always right
         if parameter.requires_grad and is_half and weight.numel() and kind.stage:
             weight = safe_get_full_fp32_param(parameter).detach().clone().view(weight.shape)
         truth[name] = weight
@@ -175,9 +179,14 @@ def fully_sharded(folder: Path, whole: bool) -> dict[str, torch.Tensor]:
     torch.manual_seed(5)
     model: Any = Odd()
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    state = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     if not whole:
-        dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=str(folder / "pytorch_model_fsdp_0"))
+        dcp.save(
+            {"model": get_model_state_dict(model)},
+            checkpoint_id=str(folder / "pytorch_model_fsdp_0"),
+        )
     elif dist.get_rank() == 0:
         folder.mkdir()
         torch.save(state, folder / "pytorch_model_fsdp.bin")

@@ -39,7 +39,9 @@ def test_balanced_weights_are_scikit_learns() -> None:
     splits = balanced(class_weights="balanced")
     train, other = splits["train"], splits["validation"]
     classes = np.unique(train.labels)
-    expected = dict(zip(classes, compute_class_weight("balanced", classes=classes, y=train.labels), strict=True))
+    expected = dict(
+        zip(classes, compute_class_weight("balanced", classes=classes, y=train.labels), strict=True)
+    )
     assert train.weights == pytest.approx([expected[label] for label in train.labels])
     assert train.loss_denominators().sum() == pytest.approx(len(train))
     # by the training rows' counts; a class that training has none of weighs 1
@@ -49,7 +51,9 @@ def test_balanced_weights_are_scikit_learns() -> None:
 EFFECTIVE = [(1 - 0.999) / (1 - 0.999**count) for count in (160, 10, 40)]  # by the paper
 
 
-@pytest.mark.parametrize(("setting", "expected"), [("effective", EFFECTIVE), ("rare=7.5, some = 0.5", [1, 7.5, 0.5])])
+@pytest.mark.parametrize(
+    ("setting", "expected"), [("effective", EFFECTIVE), ("rare=7.5, some = 0.5", [1, 7.5, 0.5])]
+)
 def test_weights_of_classes(setting: str, expected: list[float]) -> None:
     train = balanced(class_weights=setting)["train"]
     weights = np.array([train.weights[train.labels == place][0] for place in (0, 1, 3)])
@@ -68,13 +72,15 @@ def test_weights_that_cannot_be_meant(given: str, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "shares"), [("balanced", {0: 1 / 3, 1: 1 / 3, 3: 1 / 3}), ("sqrt", {0: 0.5715, 1: 0.1429, 3: 0.2857})]
+    ("sampling", "shares"),
+    [("balanced", {0: 1 / 3, 1: 1 / 3, 3: 1 / 3}), ("sqrt", {0: 0.5715, 1: 0.1429, 3: 0.2857})],
 )
 def test_sampling_draws_classes_as_asked(sampling: str, shares: dict[int, float]) -> None:
     train = balanced(sampling=sampling)["train"]
     assert train.sampling_probabilities.sum() == pytest.approx(1)
     epochs = [
-        GlobalBatches(train.lengths, 32, 1, epoch, probabilities=train.sampling_probabilities) for epoch in range(60)
+        GlobalBatches(train.lengths, 32, 1, epoch, probabilities=train.sampling_probabilities)
+        for epoch in range(60)
     ]
     drawn = np.bincount(train.labels[np.concatenate([*chain(*epochs)])]) / (60 * len(train))
     assert {place: drawn[place] for place in shares} == pytest.approx(shares, abs=0.02)
@@ -103,36 +109,65 @@ def test_positive_weights_are_negatives_over_positives() -> None:
         (flags(), None, None),
     ):  # fmt: skip
         objective = ObjectiveSettings(pos_weight=setting)
-        weight = weigh_classes({"train": train}, labels_of("multi_label_classification"), objective)[1]
+        weight = weigh_classes(
+            {"train": train}, labels_of("multi_label_classification"), objective
+        )[1]
         assert weight == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
     ("problem", "asked", "said"),
     [
-        ("regression", {"class_weights": "balanced"}, "--class_weights balanced does not fit regression"),
+        (
+            "regression",
+            {"class_weights": "balanced"},
+            "--class_weights balanced does not fit regression",
+        ),
         ("regression", {"loss": "focal"}, "--loss focal is for classes"),
         ("multi_label_classification", {"class_weights": "balanced"}, "use --pos_weight"),
-        ("multi_label_classification", {"sampling": "sqrt"}, "--sampling sqrt does not fit multi label"),
+        (
+            "multi_label_classification",
+            {"sampling": "sqrt"},
+            "--sampling sqrt does not fit multi label",
+        ),
         ("single_label_classification", {"pos_weight": "balanced"}, "use --class_weights"),
     ],
 )
-def test_what_does_not_fit_the_labels_is_refused(problem: ProblemType, asked: dict[str, Any], said: str) -> None:
-    refusal(weigh_classes, {"train": split_of()}, labels_of(problem), ObjectiveSettings(**asked), match=said)
+def test_what_does_not_fit_the_labels_is_refused(
+    problem: ProblemType, asked: dict[str, Any], said: str
+) -> None:
+    refusal(
+        weigh_classes,
+        {"train": split_of()},
+        labels_of(problem),
+        ObjectiveSettings(**asked),
+        match=said,
+    )
 
 
 def test_doubtful_names_of_classes() -> None:
-    assert not list(doubtful_names(["neg", "pos", "10", "100", "1.5", "v1.0", "none", "好", "0", "00x"]))
-    alike, missing = doubtful_names(["1", "neg", "po s", "pos", "neg\u200b", "01", "１．０", "+1", "Neg", "NaN"])
-    assert "'1' and '01' and '１．０' and '+1', 'neg' and 'neg\\u200b' and 'Neg', 'po s' and 'pos';" in alike
+    assert not list(
+        doubtful_names(["neg", "pos", "10", "100", "1.5", "v1.0", "none", "好", "0", "00x"])
+    )
+    alike, missing = doubtful_names(
+        ["1", "neg", "po s", "pos", "neg\u200b", "01", "１．０", "+1", "Neg", "NaN"]
+    )
+    assert (
+        "'1' and '01' and '１．０' and '+1', 'neg' and 'neg\\u200b' and 'Neg', 'po s' and 'pos';"
+        in alike
+    )
     assert "'NaN'" in missing
     (joined,) = doubtful_names(["a|b;c", "b|c", "a", "x|y"])
     assert "'a|b;c', 'b|c' recur" in joined
 
 
 def test_a_run_says_the_counts_and_unasked_that_they_are_uneven() -> None:
-    def described(train: Split, problem: ProblemType = "single_label_classification", **asked: Any) -> tuple[Any, str]:
-        _, _, lines, advice = weigh_classes({"train": train}, labels_of(problem), ObjectiveSettings(**asked))
+    def described(
+        train: Split, problem: ProblemType = "single_label_classification", **asked: Any
+    ) -> tuple[Any, str]:
+        _, _, lines, advice = weigh_classes(
+            {"train": train}, labels_of(problem), ObjectiveSettings(**asked)
+        )
         return lines, advice
 
     splits = {"train": split_of(), "test": split_of("test", np.array([0, 1, 1]))}
@@ -140,10 +175,16 @@ def test_a_run_says_the_counts_and_unasked_that_they_are_uneven() -> None:
     assert missing.startswith("test has no row of never, some:")
     lines, advice = described(split_of())
     assert lines == ["rows of each class in train: often 160, some 40, rare 10, never 0"]
-    assert "often has 16 times as many rows as rare; --class_weights balanced, --sampling balanced" in advice
+    assert (
+        "often has 16 times as many rows as rare; --class_weights balanced, --sampling balanced"
+        in advice
+    )
     lines, advice = described(split_of(), class_weights="rare=2", sampling="sqrt")
     assert lines[1].endswith("often 1, some 1, rare 2, never 1")
     assert lines[2].endswith("often 57.1, some 28.6, rare 14.3, never 0")
     assert advice == described(replace(split_of(), labels=np.arange(210) % 4))[1] == ""
-    assert "rare is present in 4 % of the rows; --pos_weight" in described(flags(), "multi_label_classification")[1]
+    assert (
+        "rare is present in 4 % of the rows; --pos_weight"
+        in described(flags(), "multi_label_classification")[1]
+    )
     assert described(split_of(), "regression") == ([], "")

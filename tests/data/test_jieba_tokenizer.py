@@ -76,7 +76,9 @@ def published(folder: Path, real_texts: list[str]) -> list[list[int]]:
     import jieba
 
     jieba.setLogLevel(60)
-    jieba.dt.tmp_dir = os.environ["TOOLKIT_TESTS_FOLDER"]  # its cache file would stay in the temporary folder
+    jieba.dt.tmp_dir = os.environ[
+        "TOOLKIT_TESTS_FOLDER"
+    ]  # its cache file would stay in the temporary folder
 
     class Published(legacy.BertTokenizerLegacy):
         def _tokenize(self, text: str, *args: Any, **kwargs: Any) -> list[str]:
@@ -92,7 +94,9 @@ def published(folder: Path, real_texts: list[str]) -> list[list[int]]:
     return [tokenizer(text)["input_ids"] for text in real_texts]
 
 
-def test_the_ids_are_those_of_the_published_class(ours: Any, published: Any, real_texts: list[str]) -> None:
+def test_the_ids_are_those_of_the_published_class(
+    ours: Any, published: Any, real_texts: list[str]
+) -> None:
     made = ours(real_texts)["input_ids"]
     for text, ids, theirs in zip(real_texts, made, published, strict=True):
         assert ids == theirs, repr(text)
@@ -100,18 +104,27 @@ def test_the_ids_are_those_of_the_published_class(ours: Any, published: Any, rea
     offsets = ours("我们的，Mate", return_offsets_mapping=True)["offset_mapping"][1:-1]
     assert [offsets[0], offsets[1], offsets[-1][1]] == [(0, 2), (2, 3), 8]
     tokens = ours.convert_ids_to_tokens([token for ids in made for token in ids])
-    assert sum(len(token) > 1 and re.match(f"[{HAN}]", token) is not None for token in tokens) > len(tokens) / 5
+    assert (
+        sum(len(token) > 1 and re.match(f"[{HAN}]", token) is not None for token in tokens)
+        > len(tokens) / 5
+    )
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("length", [3, 16, 128])
-def test_truncated_texts_are_counted(ours: Any, published: Any, real_texts: list[str], length: int, side: str) -> None:
+def test_truncated_texts_are_counted(
+    ours: Any, published: Any, real_texts: list[str], length: int, side: str
+) -> None:
     ours.truncation_side = side
     texts, untruncated = real_texts[::4], published[::4]
     batch = ours(texts, truncation=True, max_length=length)
-    fast = ours.backend_tokenizer.encode_batch_fast(texts)  # which segments no more of a text than it needs
+    fast = ours.backend_tokenizer.encode_batch_fast(
+        texts
+    )  # which segments no more of a text than it needs
     assert [encoding.ids for encoding in fast] == batch["input_ids"]
-    assert [not each.overflowing for each in fast] == [not each.overflowing for each in batch.encodings]
+    assert [not each.overflowing for each in fast] == [
+        not each.overflowing for each in batch.encodings
+    ]
     for theirs, ids, encoding in zip(untruncated, batch["input_ids"], batch.encodings, strict=True):
         whole = theirs[1:-1]
         kept = whole[: length - 2] if side == "right" else whole[max(0, len(whole) - length + 2) :]
@@ -127,10 +140,14 @@ def test_saved_and_loaded(ours: Any, ordinary: Any, tmp_path: Path, real_texts: 
     ordinary.save_pretrained(tmp_path / "ordinary")
     files = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "ours").iterdir()}
     assert sorted(files) == sorted(path.name for path in (tmp_path / "ordinary").iterdir())
-    assert files["tokenizer.json"] == (tmp_path / "ordinary" / "tokenizer.json").read_text(encoding="utf-8")
+    assert files["tokenizer.json"] == (tmp_path / "ordinary" / "tokenizer.json").read_text(
+        encoding="utf-8"
+    )
     config = json.loads(files["tokenizer_config.json"])
     assert config.pop("words_first") == ours.backend_tokenizer.segmenter
-    assert config == json.loads((tmp_path / "ordinary" / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert config == json.loads(
+        (tmp_path / "ordinary" / "tokenizer_config.json").read_text(encoding="utf-8")
+    )
 
     plain = AutoTokenizer.from_pretrained(tmp_path / "ours")
     assert plain("我们的新闻")["input_ids"] == ordinary("我们的新闻")["input_ids"]
@@ -140,8 +157,12 @@ def test_saved_and_loaded(ours: Any, ordinary: Any, tmp_path: Path, real_texts: 
         assert again(real_texts[::20])["input_ids"] == ours(real_texts[::20])["input_ids"]
 
 
-@pytest.mark.parametrize("config", [{}, {"tokenizer_class": "BertTokenizer"}, {"tokenizer_class": "JiebaTokenizer"}])
-def test_a_published_folder_is_loaded(folder: Path, ours: Any, tmp_path: Path, config: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "config", [{}, {"tokenizer_class": "BertTokenizer"}, {"tokenizer_class": "JiebaTokenizer"}]
+)
+def test_a_published_folder_is_loaded(
+    folder: Path, ours: Any, tmp_path: Path, config: dict[str, str]
+) -> None:
     (tmp_path / "vocab.txt").write_bytes((folder / "vocab.txt").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "big_bird"}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -156,7 +177,10 @@ def test_another_jieba_and_other_vocabularies_are_refused(ours: Any, tmp_path: P
 
     ours.save_pretrained(tmp_path)
     path = tmp_path / "tokenizer_config.json"
-    saved, settings = path.read_text(encoding="utf-8"), PretrainedSettings(model_name_or_path=str(tmp_path))
+    saved, settings = (
+        path.read_text(encoding="utf-8"),
+        PretrainedSettings(model_name_or_path=str(tmp_path)),
+    )
     for mark, error in (("jieba 0.39 01234567", r"saved with jieba 0\.39 .* pip install jieba==0\.39"),
                         ("pkuseg", "words_first: 'pkuseg', and only jieba")):  # fmt: skip
         path.write_text(saved.replace(ours.backend_tokenizer.segmenter, mark))
@@ -188,7 +212,11 @@ def test_it_is_silent_and_leaves_no_file(tmp_path: Path) -> None:
     temporary.mkdir()
     environment = os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "always:invalid escape", "-c", code]
-    options: dict[str, Any] = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    options: dict[str, Any] = {
+        "env": environment,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+    }
     started = [subprocess.Popen(command, **options) for _ in range(2)]
     said = [process.communicate(timeout=300)[0].decode() for process in started]
     assert said == [""] * 2
@@ -204,11 +232,17 @@ def test_it_is_silent_and_leaves_no_file(tmp_path: Path) -> None:
         ("他 说 “ 你 好 ” 。", "他说“你好”。"),
         ("the film ( 2019 ) is good .", "the film (2019) is good."),
         ("don ' t panic , it ' s 10 : 30", "don't panic, it's 10:30"),
-        ("$ 7, 500 and 1, 234, 567 in 2019, 200 of them", "$7,500 and 1,234,567 in 2019, 200 of them"),
+        (
+            "$ 7, 500 and 1, 234, 567 in 2019, 200 of them",
+            "$7,500 and 1,234,567 in 2019, 200 of them",
+        ),
         ("up 50 % : see [ 1 ]", "up 50%: see [1]"),
         ("a five - year plan - - 31 - 32 and c + + / d", "a five-year plan -- 31-32 and c ++ / d"),
         ("critics ' award", "critics' award"),
-        ("users ' lose patience ' , \" a b \" and it ' s", "users 'lose patience', \"a b\" and it's"),
+        (
+            "users ' lose patience ' , \" a b \" and it ' s",
+            "users 'lose patience', \"a b\" and it's",
+        ),
         ("你 好 — — 北 京 _ 新 闻 ! _ 网 易 ~ ~", "你好——北京_新闻!_网易~~"),
         ("ｈｅｌｌｏ ｗｏｒｌｄ", "ｈｅｌｌｏ ｗｏｒｌｄ"),
         ("", ""),

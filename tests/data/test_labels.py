@@ -22,8 +22,12 @@ REGRESSION: ProblemType = "regression"
 NAMED = datasets.ClassLabel(names=["joy", "anger", "unused"])
 
 
-def table_of(labels: Sequence[Any], feature: Any = None, name: str = "f.csv", column: str = "label") -> Table:
-    features = datasets.Features({"text": datasets.Value("string"), column: feature}) if feature else None
+def table_of(
+    labels: Sequence[Any], feature: Any = None, name: str = "f.csv", column: str = "label"
+) -> Table:
+    features = (
+        datasets.Features({"text": datasets.Value("string"), column: feature}) if feature else None
+    )
     columns = {"text": ["t"] * len(labels), column: list(labels)}
     return Table(datasets.Dataset.from_dict(columns, features=features), name, "d")
 
@@ -32,7 +36,9 @@ def found(labels: Sequence[Any], problem: ProblemType | None = None, feature: An
     return find_labels(table_of(labels, feature), None, problem, "text")
 
 
-def encoded(labels: Labels, values: Sequence[Any], feature: Any = None, name: str = "f.csv") -> list[Any]:
+def encoded(
+    labels: Labels, values: Sequence[Any], feature: Any = None, name: str = "f.csv"
+) -> list[Any]:
     return labels.encode(table_of(values, feature, name), np.arange(len(values))).tolist()
 
 
@@ -56,7 +62,13 @@ TEXTS = [f"text {number}" for number in range(490)]
         (["class 10", "class 2"], None, ONE, ("class 2", "class 10"), [1, 0]),
         ([["b", "a"], ["b"], []], None, MULTI, AB, [[1, 1], [0, 1], [0, 0]]),
         (['["b", "a"]', '["b"]', "[]"], None, MULTI, AB, [[1, 1], [0, 1], [0, 0]]),
-        (["['b', 'a']", "['b']", "[]"], None, MULTI, AB, [[1, 1], [0, 1], [0, 0]]),  # as pandas writes lists to CSV
+        (
+            ["['b', 'a']", "['b']", "[]"],
+            None,
+            MULTI,
+            AB,
+            [[1, 1], [0, 1], [0, 0]],
+        ),  # as pandas writes lists to CSV
         (["b|a", "b", ""], MULTI, MULTI, AB, [[1, 1], [0, 1], [0, 0]]),
         (["b, a", "b, ", " "], MULTI, MULTI, AB, [[1, 1], [0, 1], [0, 0]]),
         (["b，a", "b", "[]"], MULTI, MULTI, AB, [[1, 1], [0, 1], [0, 0]]),
@@ -66,20 +78,56 @@ TEXTS = [f"text {number}" for number in range(490)]
         (["[1, 0, 1]", "[0, 0, 1]"], None, MULTI, ABC, [[1, 0, 1], [0, 0, 1]]),
         ([["1", "0", "1"], ["0", "0", "1"]], None, MULTI, ABC, [[1, 0, 1], [0, 0, 1]]),
         (["1|0|1", "0|0|1"], MULTI, MULTI, ABC, [[1, 0, 1], [0, 0, 1]]),
-        (["[1 0 1]", "[0 0\n 1]"], None, MULTI, ABC, [[1, 0, 1], [0, 0, 1]]),  # as pandas writes arrays to CSV
-        (["['b' 'a']", "['b']", "['b c' 'a']"], None, MULTI, ("a", "b", "b c"), [[1, 1, 0], [0, 1, 0], [1, 0, 1]]),
-        (["[1.5 -2. ]", "[0.5  1. ]"], None, REGRESSION, ("label_0", "label_1"), [[1.5, -2], [0.5, 1]]),
-        ([[0], [1], [0, 1]], None, MULTI, ("0", "1"), [[1, 0], [0, 1], [1, 1]]),  # class ids, not multi-hot
+        (
+            ["[1 0 1]", "[0 0\n 1]"],
+            None,
+            MULTI,
+            ABC,
+            [[1, 0, 1], [0, 0, 1]],
+        ),  # as pandas writes arrays to CSV
+        (
+            ["['b' 'a']", "['b']", "['b c' 'a']"],
+            None,
+            MULTI,
+            ("a", "b", "b c"),
+            [[1, 1, 0], [0, 1, 0], [1, 0, 1]],
+        ),
+        (
+            ["[1.5 -2. ]", "[0.5  1. ]"],
+            None,
+            REGRESSION,
+            ("label_0", "label_1"),
+            [[1.5, -2], [0.5, 1]],
+        ),
+        (
+            [[0], [1], [0, 1]],
+            None,
+            MULTI,
+            ("0", "1"),
+            [[1, 0], [0, 1], [1, 1]],
+        ),  # class ids, not multi-hot
         ([[3], [7, 3], [10]], None, MULTI, ("3", "7", "10"), [[1, 0, 0], [1, 1, 0], [0, 0, 1]]),
         ([0.5, 1.0, -2.25], None, REGRESSION, ("label",), [0.5, 1.0, -2.25]),
         ([3.5, 2.0, 7.0], None, REGRESSION, ("label",), [3.5, 2.0, 7.0]),
         ([[1.5], [2]], None, REGRESSION, ("label",), [1.5, 2.0]),
-        (SCORES, None, REGRESSION, ("label_0", "label_1", "label_2"), np.array(SCORES, np.float32).tolist()),
+        (
+            SCORES,
+            None,
+            REGRESSION,
+            ("label_0", "label_1", "label_2"),
+            np.array(SCORES, np.float32).tolist(),
+        ),
     ],
 )
-def test_what_a_column_means(labels: Any, problem: Any, inferred: Any, names: tuple[str, ...], targets: Any) -> None:
+def test_what_a_column_means(
+    labels: Any, problem: Any, inferred: Any, names: tuple[str, ...], targets: Any
+) -> None:
     decided = found(labels, problem)
-    assert (decided.problem_type, decided.names, encoded(decided, labels)) == (inferred, names, targets)
+    assert (decided.problem_type, decided.names, encoded(decided, labels)) == (
+        inferred,
+        names,
+        targets,
+    )
     array = decided.encode(table_of(labels), np.array([0, len(labels) - 1]))
     assert array.dtype == (np.int64 if inferred == ONE else np.float32)
     assert array.tolist() == [targets[0], targets[-1]]
@@ -112,9 +160,12 @@ def test_classes_that_sort_alike_have_one_order(names: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("training", "other"), [([1, 2], [1.0, 2.0]), ([1, 2], ["1", "2"]), ([1.0, 2.0], [1, 2]), (["1", "2", "1"], [1, 2])]
+    ("training", "other"),
+    [([1, 2], [1.0, 2.0]), ([1, 2], ["1", "2"]), ([1.0, 2.0], [1, 2]), (["1", "2", "1"], [1, 2])],
 )
-def test_the_same_labels_in_another_type_are_the_same(training: list[Any], other: list[Any]) -> None:
+def test_the_same_labels_in_another_type_are_the_same(
+    training: list[Any], other: list[Any]
+) -> None:
     assert encoded(found(training), other) == [0, 1]
 
 
@@ -136,26 +187,41 @@ def columns_table(name: str = "f.csv", **columns: list[Any]) -> Table:
         *((["4.5", "3"], ["2", "3"], asked, "regression") for asked in (None, "regression")),
     ],
 )
-def test_several_columns(one: list[Any], other: list[Any], asked: Any, problem: ProblemType) -> None:
+def test_several_columns(
+    one: list[Any], other: list[Any], asked: Any, problem: ProblemType
+) -> None:
     table = columns_table(toxic=one, rude=other, third=[5, 5])
     decided = find_labels(table, "toxic, rude", asked, "text")
     assert (decided.problem_type, decided.names, decided.size) == (problem, ("toxic", "rude"), 2)
-    assert decided.encode(table, np.arange(2)).tolist() == np.array([one, other]).T.astype(float).tolist()
+    assert (
+        decided.encode(table, np.arange(2)).tolist()
+        == np.array([one, other]).T.astype(float).tolist()
+    )
 
 
 @pytest.mark.parametrize("odd", [2, 0.5, "yes", None, float("nan")])
 def test_several_columns_hold_nothing_but_0_and_1(odd: Any) -> None:
-    good, bad = columns_table(a=[1, 0], b=[0, 1]), columns_table("v.csv", a=[1, 0], b=[0 if odd != "yes" else "0", odd])
+    good, bad = (
+        columns_table(a=[1, 0], b=[0, 1]),
+        columns_table("v.csv", a=[1, 0], b=[0 if odd != "yes" else "0", odd]),
+    )
     said = r"v\.csv, row 2: column 'b'.* 0 or 1, or .*--problem_type regression"
-    refusal(lambda: find_labels(bad, "a,b", None, "text").encode(bad, np.arange(len(bad))), match=said)
+    refusal(
+        lambda: find_labels(bad, "a,b", None, "text").encode(bad, np.arange(len(bad))), match=said
+    )
     refusal(find_labels(good, "a,b", None, "text").encode, bad, np.arange(2), match=said)
 
 
 def test_lists_of_numbers_of_another_length_are_named() -> None:
     decided = found([str(score) for score in SCORES])
     assert (decided.problem_type, decided.size) == (REGRESSION, 3)
-    for odd, said in (([1.5, 2.5], "must hold 3 numbers"), ([1, "x", 2], "label_1: the label 'x' is not a number")):
-        refusal(encoded, decided, [str(SCORES[0]), str(odd)], name="v.csv", says=["v.csv, row 2", said])
+    for odd, said in (
+        ([1.5, 2.5], "must hold 3 numbers"),
+        ([1, "x", 2], "label_1: the label 'x' is not a number"),
+    ):
+        refusal(
+            encoded, decided, [str(SCORES[0]), str(odd)], name="v.csv", says=["v.csv, row 2", said]
+        )
 
 
 @pytest.mark.parametrize(
@@ -177,7 +243,9 @@ def test_names_of_classes_from_a_file(tmp_path: Path, file: str, content: str) -
         decided = find_labels(table_of(labels), None, None, "text", class_names=names)
         assert (decided.names, encoded(decided, other)) == (("joy", "anger", "fear"), expected)
     says = ["f.csv: column 'label' holds 7, joy, and --label_names_file names 0, 1, 2"]
-    refusal(find_labels, table_of(["joy", "7", "1"]), None, None, "text", class_names=names, says=says)
+    refusal(
+        find_labels, table_of(["joy", "7", "1"]), None, None, "text", class_names=names, says=says
+    )
 
 
 @pytest.mark.parametrize(
@@ -187,11 +255,17 @@ def test_names_of_classes_from_a_file(tmp_path: Path, file: str, content: str) -
         ("a.json", '{"0": "joy", "1": " "}', r"entry 2: .* is not a number and a name"),
         ("a.json", '["joy", "joy"]', r"entry \d: .* is not a number and a name"),
         ("a.json", '[{"id": 1}, {"id": 2}]', r"entry \d: .* is not a number and a name"),
-        ("a.csv", "id,name\n0,joy\n1,anger\n", r"write the names as \.json"),  # its header would be class 0
+        (
+            "a.csv",
+            "id,name\n0,joy\n1,anger\n",
+            r"write the names as \.json",
+        ),  # its header would be class 0
         ("a.txt", "差\n好\n", "save it as UTF-8"),
     ],
 )
-def test_names_of_classes_that_cannot_be_meant(tmp_path: Path, file: str, content: str, said: str) -> None:
+def test_names_of_classes_that_cannot_be_meant(
+    tmp_path: Path, file: str, content: str, said: str
+) -> None:
     (tmp_path / file).write_text(content, encoding="gb18030")
     refusal(read_class_names, str(tmp_path / file), match=rf"--label_names_file .*{file}.*{said}")
 
@@ -206,24 +280,42 @@ def test_names_of_classes_that_cannot_be_meant(tmp_path: Path, file: str, conten
         ([[], []], None, "no class at all"),
         ([[0, 1], [0, 1]], None, r"holds \[0, 1\] in each row: .*--label_column"),
         (["a", None, "b"], None, "no label in column 'label' of rows 2:"),
-        (["a", "", "b", ""], None, "rows 2, 4: fill or remove them, or pass --drop_empty_text, which leaves them out$"),
+        (
+            ["a", "", "b", ""],
+            None,
+            "rows 2, 4: fill or remove them, or pass --drop_empty_text, which leaves them out$",
+        ),
         (["a|b", "", "b", "a"], None, "rows 2: .*--problem_type multi_label"),
         ([1, None, 2], None, "rows 2:"),
         ([1.5, float("nan")], None, "rows 2:"),
         ([["a"], None, ["b"]], None, "rows 2: fill or remove them$"),
-        ([f"text {number}" for number in range(2001)], None, "2001 different values.*--label_column"),
+        (
+            [f"text {number}" for number in range(2001)],
+            None,
+            "2001 different values.*--label_column",
+        ),
         (TEXTS, None, r"490 different values in 490 rows: is it the label\?.*--problem_type"),
         # in two ways: grades or numbers of classes; 0 and 1 in one place only
-        (["[1, 5, 3]", "[2, 5, 4]"], None, r"holds \[1, 5, 3\].*numbers to predict.*--problem_type"),
+        (
+            ["[1, 5, 3]", "[2, 5, 4]"],
+            None,
+            r"holds \[1, 5, 3\].*numbers to predict.*--problem_type",
+        ),
         (["[1.5, 0]", "[0.5, 1]"], None, r"holds \[1\.5, 0\].*numbers to predict"),
         (["[1.5, 2.5]", "[3.5]"], None, r"holds \[1\.5, 2\.5\].*numbers to predict"),
         (["[1.5, 'x']", "['y', 'x']"], None, r"holds \[1\.5, 'x'\].*numbers to predict"),
         (["4.17|0.3", "2|3.5"], None, r"holds '4\.17\|0\.3'.*numbers to predict"),
         (["3,5", "4", "2,0"], None, "holds '3,5'.*numbers to predict"),  # a decimal comma
-        ([f"{number}.5 {number}" for number in range(9)], None, "holds '0.5 0'.*numbers to predict"),
+        (
+            [f"{number}.5 {number}" for number in range(9)],
+            None,
+            "holds '0.5 0'.*numbers to predict",
+        ),
     ],
 )
-def test_columns_that_are_no_labels_or_ambiguous(labels: list[Any], problem: ProblemType | None, said: str) -> None:
+def test_columns_that_are_no_labels_or_ambiguous(
+    labels: list[Any], problem: ProblemType | None, said: str
+) -> None:
     refusal(found, labels, problem, match=rf"f\.csv: .*{said}")
 
 
@@ -240,7 +332,12 @@ NO_LABEL = "no label: fill it or remove the row"
         ([["a"], ["b"]], None, [["a"], None], NO_LABEL),
         ([["a"], ["b"]], None, [["a"], ["b", None]], NO_LABEL),
         ([["a"], ["b", ""]], None, [["a"], ["b", ""]], NO_LABEL),
-        (["good", "bad"], None, ["good", "god"], r"label 'god' does not .* \(did you mean good\?\).* bad, good"),
+        (
+            ["good", "bad"],
+            None,
+            ["good", "god"],
+            r"label 'god' does not .* \(did you mean good\?\).* bad, good",
+        ),
         ([1, 2], None, [1, 3], "label '3' does not occur in training"),
         ([1, 2], None, [1.0, 1.5], r"label '1\.5' does not occur in training"),
         ([["a"], ["b"]], None, [["a"], ["b", "c"]], "label 'c' does not occur in training"),
@@ -248,23 +345,49 @@ NO_LABEL = "no label: fill it or remove the row"
         ([[1, 0, 1], [0, 1, 1]], None, [[1, 0, 1], [1, 0, 1, 1]], "a 0 or 1 for each of 3 classes"),
         ([1, 2], "regression", ["1", "good"], "'good' is not a number"),
         ([1, 2], "regression", ["1", ""], "'' is not a number"),
-        *((["1.5", "2", odd], None, ["2", odd], f"'{odd}' is not a number.*--problem_type") for odd in ("85%", "1_5")),
+        *(
+            (["1.5", "2", odd], None, ["2", odd], f"'{odd}' is not a number.*--problem_type")
+            for odd in ("85%", "1_5")
+        ),
         ([1, 2], "regression", ["1", "inf"], "'inf' is not a number"),
         ([1, 2], "regression", ["1", "1e39"], r"'1e39' .* \(3\.4e38\)"),
     ],
 )
-def test_a_label_that_cannot_be_meant_names_file_and_row(training: Any, problem: Any, other: Any, said: str) -> None:
-    refusal(encoded, found(training, problem), other, name="v.csv", match=rf"v\.csv, row 2: .*{said}")
+def test_a_label_that_cannot_be_meant_names_file_and_row(
+    training: Any, problem: Any, other: Any, said: str
+) -> None:
+    refusal(
+        encoded, found(training, problem), other, name="v.csv", match=rf"v\.csv, row 2: .*{said}"
+    )
 
 
 def test_columns_that_cannot_be_told() -> None:
-    assert found(TEXTS, ONE).size == found([*TEXTS, *TEXTS]).size == 490  # nearly as many as rows, but asked for
-    refusal(found(["a", "b"]).encode, table_of(["a", "b", "c"], name="v.csv"), np.array([1, 2]), match=r"v\.csv, row 3")
+    assert (
+        found(TEXTS, ONE).size == found([*TEXTS, *TEXTS]).size == 490
+    )  # nearly as many as rows, but asked for
+    refusal(
+        found(["a", "b"]).encode,
+        table_of(["a", "b", "c"], name="v.csv"),
+        np.array([1, 2]),
+        match=r"v\.csv, row 3",
+    )
     misspelt = table_of(["a"], name="v.csv", column="lable")
-    refusal(found(["a", "b"]).encode, misspelt, np.arange(1), match=r"v\.csv has no column 'label': it has text, lable")
+    refusal(
+        found(["a", "b"]).encode,
+        misspelt,
+        np.arange(1),
+        match=r"v\.csv has no column 'label': it has text, lable",
+    )
     other, table = table_of(["a", "b"], column="y"), columns_table(a=[1, 0], b=[0, 1])
     refusal(find_labels, other, None, None, "text", match="Name one of y with --label_column")
-    refusal(find_labels, table, "a,b", ONE, "text", match="several labels or numbers, not --problem_type single_label")
+    refusal(
+        find_labels,
+        table,
+        "a,b",
+        ONE,
+        "text",
+        match="several labels or numbers, not --problem_type single_label",
+    )
     refusal(find_labels, table, "a,bb", None, "text", match=r"did you mean b\?")
 
 
@@ -276,18 +399,29 @@ def test_a_column_of_empty_strings_has_no_labels() -> None:
 
 
 def test_chinese_separators() -> None:
-    assert encoded(found(["体育、财经", "体育｜财经", "体育"], MULTI), ["体育、财经", "财经"]) == [[1, 1], [0, 1]]
+    assert encoded(found(["体育、财经", "体育｜财经", "体育"], MULTI), ["体育、财经", "财经"]) == [
+        [1, 1],
+        [0, 1],
+    ]
     assert len(list(doubtful_names(["体育", "体育、财经", "财经"]))) == 1
     assert not list(doubtful_names(["a/b", "a", "b", "c|d"]))
 
 
 def test_bytes_and_objects() -> None:
     """Strings without their type in Parquet, as of older Spark; they were trained on as `b'...'`."""
-    table = Table(datasets.Dataset.from_dict({"text": ["好".encode(), b"x"], "label": [b"neg", b"pos"]}), "f", "d")
+    table = Table(
+        datasets.Dataset.from_dict({"text": ["好".encode(), b"x"], "label": [b"neg", b"pos"]}),
+        "f",
+        "d",
+    )
     assert [*table.text_blocks(["text"], " ")] == [[["好", "x"]]]
     assert find_labels(table, None, None, "text").names == ("neg", "pos")
     other = Table(
-        datasets.Dataset.from_dict({"text": [b"\xff\xfe"], "lists": [["a"]], "objects": [{"zh": "a"}]}), "f", "d"
+        datasets.Dataset.from_dict(
+            {"text": [b"\xff\xfe"], "lists": [["a"]], "objects": [{"zh": "a"}]}
+        ),
+        "f",
+        "d",
     )
     for column in other.rows.column_names:
         refusal(lambda name=column: [*other.text_blocks([name], " ")], says=[repr(column)])

@@ -32,29 +32,46 @@ def as_roberta(tokenizer: Any) -> Any:
 
 @pytest.fixture
 def prepared(prepared: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda rows, **given: prepared(rows, validation_file=rows, text_column="question", **given)
+    return lambda rows, **given: prepared(
+        rows, validation_file=rows, text_column="question", **given
+    )
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("kind", [lambda tokenizer: tokenizer, as_roberta, words_first])
-def test_pairs_are_tokenized_together(tiny_model: Path, prepared: Callable[..., Any], kind: Any, side: str) -> None:
+def test_pairs_are_tokenized_together(
+    tiny_model: Path, prepared: Callable[..., Any], kind: Any, side: str
+) -> None:
     tokenizer = kind(AutoTokenizer.from_pretrained(tiny_model, padding_side=side))
     data = prepared(ROWS, text_pair="answer", tokenizer=tokenizer, max_length=24)
     split = data.validation
     batch = Collator(split, tokenizer, torch.device("cpu"))(np.arange(4))
-    theirs = tokenizer(QUESTIONS, ANSWERS, truncation="longest_first", max_length=24, padding=True, return_tensors="pt")
+    theirs = tokenizer(
+        QUESTIONS,
+        ANSWERS,
+        truncation="longest_first",
+        max_length=24,
+        padding=True,
+        return_tensors="pt",
+    )
     assert ("token_type_ids" in batch.inputs) == (kind is not as_roberta)
     torch.testing.assert_close(batch.inputs, dict(theirs))
     assert any("50.0 % of the texts are cut at 24 tokens" in note for note in data.notes)
     assert split.texts()[3] == "the price\ngood"
-    shorter = Collator(split.truncate(tokenizer, 12, "test_first_12"), tokenizer, torch.device("cpu"))(np.array([2]))
+    shorter = Collator(
+        split.truncate(tokenizer, 12, "test_first_12"), tokenizer, torch.device("cpu")
+    )(np.array([2]))
     expected = tokenizer(QUESTIONS[2], ANSWERS[2], truncation=True, max_length=12).input_ids
     assert shorter.inputs["input_ids"].tolist() == [expected]
 
 
-def test_the_pair_is_in_the_data_and_in_their_digest(prepared: Callable[..., Any], tokenizer: Any) -> None:
+def test_the_pair_is_in_the_data_and_in_their_digest(
+    prepared: Callable[..., Any], tokenizer: Any
+) -> None:
     data, alone = prepared(ROWS, text_pair="answer"), prepared(ROWS)
-    without_types = prepared(ROWS, text_pair="answer", tokenizer=as_roberta(copy.deepcopy(tokenizer)))
+    without_types = prepared(
+        ROWS, text_pair="answer", tokenizer=as_roberta(copy.deepcopy(tokenizer))
+    )
     assert len({data.digest, alone.digest, without_types.digest}) == 3
     assert without_types.train.token_types is None
     assert (data.text_pair, data.facts["text_pair"]) == ("answer", "answer")
@@ -62,24 +79,42 @@ def test_the_pair_is_in_the_data_and_in_their_digest(prepared: Callable[..., Any
     assert data.train.token_types.max() == 1
     assert alone.train.token_types is None
     assert data.validation.texts()[0] == "good film\n很好 的 书店"
-    left_out = prepared([{**ROWS[0], "answer": ""}, *ROWS], text_pair="answer", drop_empty_text=True)
+    left_out = prepared(
+        [{**ROWS[0], "answer": ""}, *ROWS], text_pair="answer", drop_empty_text=True
+    )
     assert left_out.train.rows.tolist() == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
     ("rows", "given", "said"),
     [
-        (ROWS, {"text_pair": "anwser"}, r"has no column 'anwser' \(did you mean answer\?\).*--text_pair"),
+        (
+            ROWS,
+            {"text_pair": "anwser"},
+            r"has no column 'anwser' \(did you mean answer\?\).*--text_pair",
+        ),
         (ROWS, {"text_pair": "question"}, "--text_pair question is the first text's column too"),
-        ([*ROWS, {**ROWS[0], "answer": " "}], {"text_pair": "answer"}, r"'answer' is empty in 1 of 5 rows \(rows 5\)"),
-        (ROWS, {"text_pair": "answer", "max_length": 3}, "--max_length 3 leaves no token for the text"),
+        (
+            [*ROWS, {**ROWS[0], "answer": " "}],
+            {"text_pair": "answer"},
+            r"'answer' is empty in 1 of 5 rows \(rows 5\)",
+        ),
+        (
+            ROWS,
+            {"text_pair": "answer", "max_length": 3},
+            "--max_length 3 leaves no token for the text",
+        ),
     ],
 )
-def test_faults_of_pairs(prepared: Callable[..., Any], rows: Any, given: dict[str, Any], said: str) -> None:
+def test_faults_of_pairs(
+    prepared: Callable[..., Any], rows: Any, given: dict[str, Any], said: str
+) -> None:
     refusal(prepared, rows, **given, match=said)
 
 
-def test_a_model_of_one_type(prepared: Callable[..., Any], tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_one_type(
+    prepared: Callable[..., Any], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(MODEL, "type_vocab_size", 1, raising=False)
     data = prepared(ROWS, text_pair="answer")
     assert data.train.token_types is None

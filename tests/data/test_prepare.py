@@ -26,7 +26,11 @@ WriteRows = Callable[..., str]
 
 def rows_of(classes: dict[str, int], prefix: str = "good film") -> list[Row]:
     """So many rows of each class, mixed, each text once."""
-    rows = [{"text": f"{prefix} {label} {place}", "label": label} for label, n in classes.items() for place in range(n)]
+    rows = [
+        {"text": f"{prefix} {label} {place}", "label": label}
+        for label, n in classes.items()
+        for place in range(n)
+    ]
     return [rows[place] for place in np.random.default_rng(7).permutation(len(rows))]
 
 
@@ -42,7 +46,9 @@ def test_samples_are_the_rows_of_the_file(prepared: Prepare, tokenizer: Any) -> 
     assert data.max_length == 131
     for split, rows in ((data.train, train), (data.validation, validation)):
         assert split.rows.tolist() == list(range(len(rows)))
-        assert [data.labels.names[label] for label in split.labels] == [row["label"] for row in rows]
+        assert [data.labels.names[label] for label in split.labels] == [
+            row["label"] for row in rows
+        ]
         expected = [tokenizer(row["text"])["input_ids"] for row in rows]
         assert [split.tokens(place).tolist() for place in range(len(rows))] == expected
     assert data.validation.texts() == [row["text"] for row in validation]
@@ -50,10 +56,16 @@ def test_samples_are_the_rows_of_the_file(prepared: Prepare, tokenizer: Any) -> 
 
 def test_a_class_of_one_row_is_trained_on(prepared: Prepare) -> None:
     for seed in range(5):
-        data = prepared(rows_of({"a": 20, "b": 20, "alone": 1, "single": 1}), seed=seed, validation_split=0.5)
+        data = prepared(
+            rows_of({"a": 20, "b": 20, "alone": 1, "single": 1}), seed=seed, validation_split=0.5
+        )
         assert (counts_of(data, "train")["alone"], counts_of(data, "train")["single"]) == (1, 1)
         assert len(data.validation) == 20
-    refusal(prepared, rows_of(dict.fromkeys("abcd", 1)), match="each class has one row: is --label_column right")
+    refusal(
+        prepared,
+        rows_of(dict.fromkeys("abcd", 1)),
+        match="each class has one row: is --label_column right",
+    )
 
 
 @pytest.mark.parametrize("vocabulary", [50, 126])
@@ -65,9 +77,14 @@ def test_a_tokenizer_of_another_model_is_an_error(prepared: Prepare, vocabulary:
 
 def test_texts_that_are_also_in_training_and_cut_ones_are_said(prepared: Prepare) -> None:
     rows = [*rows_of({"a": 5, "b": 4}), {"text": "the " * 40, "label": "a"}]
-    others = {"validation_file": rows[:3] + rows_of({"a": 2}, "bad"), "test_file": rows_of({"b": 2}, "dull")}
+    others = {
+        "validation_file": rows[:3] + rows_of({"a": 2}, "bad"),
+        "test_file": rows_of({"b": 2}, "dull"),
+    }
     as_long = {"kind": LongTaskSettings, "compare_max_length": 131}
-    refusal(prepared, rows, **as_long, match="texts are cut at 131 tokens")  # by the model's positions
+    refusal(
+        prepared, rows, **as_long, match="texts are cut at 131 tokens"
+    )  # by the model's positions
     data = prepared(rows, **others, max_length=20)
     (note,) = [note for note in data.notes if "also in the training" in note]
     assert note.startswith("validation: 3 of 5 texts")
@@ -77,10 +94,15 @@ def test_texts_that_are_also_in_training_and_cut_ones_are_said(prepared: Prepare
     assert data.train.lengths.max() == 20
 
 
-EMPTY = [{"text": text, "label": label} for text, label in (("a", "x"), (" \n", "y"), ("b", "y"), (None, "x"))]
+EMPTY = [
+    {"text": text, "label": label}
+    for text, label in (("a", "x"), (" \n", "y"), ("b", "y"), (None, "x"))
+]
 
 
-def test_empty_texts_are_an_error_that_names_the_rows_or_left_out_when_asked(prepared: Prepare) -> None:
+def test_empty_texts_are_an_error_that_names_the_rows_or_left_out_when_asked(
+    prepared: Prepare,
+) -> None:
     """They need no label then; rows without a label are left out, too."""
     says = ("train_file.jsonl", "2 of 4 rows (rows 2, 4)", "--drop_empty_text", "'text'")
     refusal(prepared, EMPTY, validation_file=EMPTY[:1], says=says)
@@ -90,9 +112,19 @@ def test_empty_texts_are_an_error_that_names_the_rows_or_left_out_when_asked(pre
     assert data.validation.texts() == ["b"]
     assert [data.labels.names[label] for label in data.train.labels] == ["x", "y"]
     assert any("4 rows with an empty text or label are left out" in note for note in data.notes)
-    lists = [{"text": text, "label": label} for text, label in (("a", "['x']"), ("b", ""), ("c", "['x', 'y']"))]
-    assert len(prepared(lists, validation_file=lists, drop_empty_text=True).train) == 3  # an empty cell: no class
-    refusal(prepared, [EMPTY[1], EMPTY[3]], drop_empty_text=True, says=["every text in column 'text'", "--text_column"])
+    lists = [
+        {"text": text, "label": label}
+        for text, label in (("a", "['x']"), ("b", ""), ("c", "['x', 'y']"))
+    ]
+    assert (
+        len(prepared(lists, validation_file=lists, drop_empty_text=True).train) == 3
+    )  # an empty cell: no class
+    refusal(
+        prepared,
+        [EMPTY[1], EMPTY[3]],
+        drop_empty_text=True,
+        says=["every text in column 'text'", "--text_column"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,11 +139,19 @@ def test_empty_texts_are_an_error_that_names_the_rows_or_left_out_when_asked(pre
         (["number"], None, "Name one of number with --text_column"),
         ([" 标题　", "text"], "标题", " 标题　"),
         (["标题，正文"], None, "pass --delimiter '，'"),
-        (["title", "text"], "title,txt", r"no column 'txt' \(did you mean text\?\): it has title, text.*--text_column"),
+        (
+            ["title", "text"],
+            "title,txt",
+            r"no column 'txt' \(did you mean text\?\): it has title, text.*--text_column",
+        ),
     ],
 )
-def test_text_column(write_rows: WriteRows, columns: list[str], wanted: str | None, found: str) -> None:
-    row: Row = {column: {"label": "1.5", "id": "7", "number": 1}.get(column, "t") for column in columns}
+def test_text_column(
+    write_rows: WriteRows, columns: list[str], wanted: str | None, found: str
+) -> None:
+    row: Row = {
+        column: {"label": "1.5", "id": "7", "number": 1}.get(column, "t") for column in columns
+    }
     table = read_file(write_rows("a.jsonl", [row]), TextSettings())
     if found in columns:
         assert table.text_column(wanted, ["label"]) == found
@@ -120,14 +160,22 @@ def test_text_column(write_rows: WriteRows, columns: list[str], wanted: str | No
 
 
 def test_the_label_and_the_second_text_are_not_the_text(prepared: Prepare) -> None:
-    rows = [{"text_a": row["text"], "text_b": "good", "sentiment": row["label"]} for row in rows_of({"a": 5, "b": 5})]
+    rows = [
+        {"text_a": row["text"], "text_b": "good", "sentiment": row["label"]}
+        for row in rows_of({"a": 5, "b": 5})
+    ]
     assert prepared(rows, text_pair="text_b").text_column == "text_a"
     refusal(prepared, rows, match=r"Name one of text_a, text_b with --text_column")
-    for read in ({"text_column": "text_a,sentiment"}, {"text_column": "text_a", "text_pair": "sentiment"}):
+    for read in (
+        {"text_column": "text_a,sentiment"},
+        {"text_column": "text_a", "text_pair": "sentiment"},
+    ):
         refusal(prepared, rows, **read, match="column sentiment is to be read and predicted")
     rows = rows_of({"a": 2, "b": 2})
     other = [{"sentence": "x", "label": "a"}]
-    refusal(prepared, rows, validation_file=other, match=r"validation_file\.jsonl has no column 'text'")
+    refusal(
+        prepared, rows, validation_file=other, match=r"validation_file\.jsonl has no column 'text'"
+    )
 
 
 def test_few_files_run_between_a_csv_and_its_tokens(
@@ -141,8 +189,14 @@ def test_few_files_run_between_a_csv_and_its_tokens(
         load_data(settings, accelerator)
     finally:
         sys.setprofile(None)
-    functions = [code.co_filename for code in called if code.co_flags & inspect.CO_OPTIMIZED]  # no modules, no classes
-    names = {name.removeprefix(f"{ROOT}/toolkit/") for name in functions if name.startswith(f"{ROOT}/toolkit/")}
+    functions = [
+        code.co_filename for code in called if code.co_flags & inspect.CO_OPTIMIZED
+    ]  # no modules, no classes
+    names = {
+        name.removeprefix(f"{ROOT}/toolkit/")
+        for name in functions
+        if name.startswith(f"{ROOT}/toolkit/")
+    }
     helpers = {name for name in names if name.startswith("utils/")}
     assert helpers == {f"utils/{name}.py" for name in ("cache", "features", "files", "progress")}
     assert len(names - helpers - {"demo.py", "errors.py"}) <= 10, names
@@ -163,7 +217,11 @@ def test_the_second_run_makes_nothing(prepared: Prepare, toolkit_cache: Path) ->
     assert second.folder.is_relative_to(toolkit_cache)
     assert before == state(toolkit_cache / "tokens")
     assert (second.labels, second.digest) == (first.labels, first.digest)
-    assert [note.replace("elsewhere", "train_file") for note in second.notes] == list(first.notes) != list(second.notes)
+    assert (
+        [note.replace("elsewhere", "train_file") for note in second.notes]
+        == list(first.notes)
+        != list(second.notes)
+    )
 
 
 def test_what_changes_the_data_changes_the_folder(prepared: Prepare, tiny_model: Path) -> None:
@@ -193,14 +251,26 @@ def test_what_changes_the_data_changes_the_folder(prepared: Prepare, tiny_model:
     assert prepared(rows).digest == digests[0]
 
 
-def test_a_seed_counts_only_where_rows_are_drawn_and_a_data_seed_replaces_it(prepared: Prepare) -> None:
+def test_a_seed_counts_only_where_rows_are_drawn_and_a_data_seed_replaces_it(
+    prepared: Prepare,
+) -> None:
     rows = rows_of({"a": 20, "b": 20})
     for more, counts in (({}, False), ({"max_eval_samples": 5}, True)):
-        digests = {prepared(rows, validation_file=rows, seed=seed, **more).digest for seed in (1, 2)}
+        digests = {
+            prepared(rows, validation_file=rows, seed=seed, **more).digest for seed in (1, 2)
+        }
         assert len(digests) == 1 + counts
-    plain, fixed, other = prepared(rows, seed=7), prepared(rows, seed=8, data_seed=7), prepared(rows, seed=8)
+    plain, fixed, other = (
+        prepared(rows, seed=7),
+        prepared(rows, seed=8, data_seed=7),
+        prepared(rows, seed=8),
+    )
     assert plain.digest == fixed.digest
-    assert fixed.validation.rows.tolist() == plain.validation.rows.tolist() != other.validation.rows.tolist()
+    assert (
+        fixed.validation.rows.tolist()
+        == plain.validation.rows.tolist()
+        != other.validation.rows.tolist()
+    )
 
 
 @pytest.mark.parametrize("dev", ["validation", "valid", "dev"])
@@ -211,7 +281,11 @@ def test_splits_of_a_data_set(write_rows: WriteRows, tmp_path: Path, dev: str) -
     for split in ("train", dev):
         write_rows(f"{split}.jsonl", rows_of({"a": 1, "b": 2}, split))
     for setting, value in {"quoting": "none", "validation_split": 0.2}.items():
-        refusal(read_tables, replace(settings, **{setting: value}), match=f"--{setting} {value} has no effect")
+        refusal(
+            read_tables,
+            replace(settings, **{setting: value}),
+            match=f"--{setting} {value} has no effect",
+        )
     tables = read_tables(settings)
     assert list(tables) == ["train", "validation", "test"]
     assert tables["validation"].rows["text"][0].startswith(f"{dev} ")
@@ -219,16 +293,34 @@ def test_splits_of_a_data_set(write_rows: WriteRows, tmp_path: Path, dev: str) -
 
 def test_a_test_split_without_labels_is_left_out_and_said(prepared: Prepare) -> None:
     rows = rows_of({"a": 3, "b": 3})
-    data = prepared(rows, validation_file=rows, test_file=[{"text": "t", "label": None}, {"text": "u", "label": None}])
+    data = prepared(
+        rows,
+        validation_file=rows,
+        test_file=[{"text": "t", "label": None}, {"text": "u", "label": None}],
+    )
     assert data.test is None
     assert any("no labels" in note for note in data.notes)
 
 
 def test_texts_the_model_cannot_read_are_an_error(prepared: Prepare) -> None:
-    foreign = [{"text": "ありがとう ございます " * 4, "label": label} for label in ("a", "b") for _ in range(5)]
-    refusal(prepared, foreign, validation_file=foreign, match=r"% of the tokens are unknown.*--model_name_or_path")
-    some = [*rows_of({"a": 5, "b": 5}), {"text": "good ありがとう ございます film " * 3, "label": "a"}]
-    assert any("unknown to this model" in note for note in prepared(some, validation_file=some).notes)
+    foreign = [
+        {"text": "ありがとう ございます " * 4, "label": label}
+        for label in ("a", "b")
+        for _ in range(5)
+    ]
+    refusal(
+        prepared,
+        foreign,
+        validation_file=foreign,
+        match=r"% of the tokens are unknown.*--model_name_or_path",
+    )
+    some = [
+        *rows_of({"a": 5, "b": 5}),
+        {"text": "good ありがとう ございます film " * 3, "label": "a"},
+    ]
+    assert any(
+        "unknown to this model" in note for note in prepared(some, validation_file=some).notes
+    )
 
 
 def words(count: int, number: int = 7) -> str:
@@ -259,7 +351,9 @@ TWO = [
         ("title", ["A", "", "A", "", " A "]),
     ],
 )
-def test_several_columns_are_one_text_with_a_separator(write_rows: WriteRows, wanted: str, texts: list[str]) -> None:
+def test_several_columns_are_one_text_with_a_separator(
+    write_rows: WriteRows, wanted: str, texts: list[str]
+) -> None:
     table = read_file(write_rows("a.jsonl", TWO), TextSettings())
     assert table.text_column(wanted) == wanted
     assert [text for (block,) in table.text_blocks([wanted], "\n") for text in block] == texts
@@ -270,11 +364,15 @@ def test_the_separator_is_a_token_that_stays(prepared: Prepare, tokenizer: Any) 
     data = prepared(rows, validation_file=rows, text_column="title,text")
     ends = [token == tokenizer.sep_token_id for token in data.train.tokens(0)]
     assert (sum(ends), ends[-1]) == (2, True)
-    assert data.train.tokens(0).tolist() == tokenizer(f"the room[SEP]{rows[0]['text']}")["input_ids"]
+    assert (
+        data.train.tokens(0).tolist() == tokenizer(f"the room[SEP]{rows[0]['text']}")["input_ids"]
+    )
     assert "columns title, text are one text, with [SEP] between them" in data.notes
 
 
-def test_how_files_were_read_is_said_and_a_text_file_has_no_labels(tmp_path: Path, tokenizer: Any) -> None:
+def test_how_files_were_read_is_said_and_a_text_file_has_no_labels(
+    tmp_path: Path, tokenizer: Any
+) -> None:
     path = tmp_path / "a.txt"
     path.write_text("".join(f"good film {place}|{place % 2}\n" for place in range(20)))
     given = {"train_file": str(path), "column_names": "text,label"}
@@ -286,7 +384,13 @@ def test_how_files_were_read_is_said_and_a_text_file_has_no_labels(tmp_path: Pat
     assert again.folder == data.folder  # the tokens of the same content
     assert again.notes == tuple(note.replace("a.txt", "b.txt") for note in data.notes)
     alone = build(TaskSettings, given)
-    refusal(prepare_data, alone, tokenizer, MODEL, match=r"a\.txt: texts alone, without labels.* --delimiter")
+    refusal(
+        prepare_data,
+        alone,
+        tokenizer,
+        MODEL,
+        match=r"a\.txt: texts alone, without labels.* --delimiter",
+    )
 
 
 def test_a_row_is_empty_where_every_column_is(prepared: Prepare) -> None:
@@ -294,20 +398,28 @@ def test_a_row_is_empty_where_every_column_is(prepared: Prepare) -> None:
     rows[2]["text"] = ""  # its title is not
     rows[3]["text"] = None
     settings = {"validation_file": rows, "text_column": "title,text"}
-    refusal(prepared, rows, **settings, match=r"column 'title,text' is empty in 1 of 6 rows \(rows 4\)")
+    refusal(
+        prepared, rows, **settings, match=r"column 'title,text' is empty in 1 of 6 rows \(rows 4\)"
+    )
     data = prepared(rows, **settings, drop_empty_text=True)
     assert data.train.rows.tolist() == [0, 1, 2, 4, 5]
 
 
 @pytest.mark.parametrize(("min_length", "max_length"), [(2, 3), (7, 5), (11, 131)])
-def test_short_texts_are_left_out_whatever_is_cut(prepared: Prepare, min_length: int, max_length: int) -> None:
+def test_short_texts_are_left_out_whatever_is_cut(
+    prepared: Prepare, min_length: int, max_length: int
+) -> None:
     rows = growing(10)
-    data = prepared(rows, validation_file=rows, test_file=rows, min_length=min_length, max_length=max_length)
+    data = prepared(
+        rows, validation_file=rows, test_file=rows, min_length=min_length, max_length=max_length
+    )
     kept = [place for place in range(10) if place + 3 >= min_length]
     for split in (data.train, data.validation, data.test):
         assert split.rows.tolist() == kept
         assert split.lengths.tolist() == [min(place + 3, max_length) for place in kept]
-        assert [data.labels.names[label] for label in split.labels] == [rows[place]["label"] for place in kept]
+        assert [data.labels.names[label] for label in split.labels] == [
+            rows[place]["label"] for place in kept
+        ]
     assert data.validation.texts() == [rows[place]["text"] for place in kept]
     said = f"{10 - len(kept)} of 10 texts have fewer than {min_length} tokens and are left out (--min_length)"
     notes = [note for note in data.notes if said in note]
@@ -321,7 +433,9 @@ def test_texts_that_are_too_short(prepared: Prepare) -> None:
     for short in ("train", "validation"):
         files = {"train": rows, "validation": rows} | {short: growing(4)}
         says = (f"{short}_file.jsonl", "no text has 7 tokens", "--min_length")
-        refusal(prepared, files["train"], validation_file=files["validation"], min_length=7, says=says)
+        refusal(
+            prepared, files["train"], validation_file=files["validation"], min_length=7, says=says
+        )
     rows[0]["label"], rows[1]["label"] = "short", None
     data = prepared(rows, validation_file=rows, min_length=7)
     assert (data.labels.names, data.train.rows.tolist()) == (("a", "b"), list(range(4, 10)))
@@ -333,7 +447,9 @@ def test_each_split_has_its_own_limit(prepared: Prepare, seed: int) -> None:
     data = prepared(growing(20), max_train_samples=9, max_eval_samples=4, seed=seed, **files)
     assert data.sizes == {"train": 9, "validation": 4, "test": 4}
     for split in (data.train, data.validation, data.test):
-        assert split.lengths.tolist() == [row + 3 for row in split.rows]  # the tokens are the row's own
+        assert split.lengths.tolist() == [
+            row + 3 for row in split.rows
+        ]  # the tokens are the row's own
         assert split.labels.tolist() == [row % 2 for row in split.rows]
     assert data.validation.texts() == [growing(12)[row]["text"] for row in data.validation.rows]
 
@@ -357,12 +473,18 @@ def test_what_is_held_out_is_what_scikit_learn_takes(classes: int | None) -> Non
     for seed in range(60):
         random = np.random.default_rng(seed)
         count = int(random.integers(120, 400))
-        strata = None if classes is None else np.sort(random.integers(0, classes, count - 2 * classes) ** 2 // classes)
+        strata = (
+            None
+            if classes is None
+            else np.sort(random.integers(0, classes, count - 2 * classes) ** 2 // classes)
+        )
         if strata is not None:  # each class twice at least, and some class ids without rows
             strata = random.permutation(np.concatenate([strata, np.repeat(np.unique(strata), 2)]))
             count = len(strata)
         held_out = int(random.integers(17, count - 17))
-        _, expected = train_test_split(np.arange(count), test_size=held_out, random_state=seed, stratify=strata)
+        _, expected = train_test_split(
+            np.arange(count), test_size=held_out, random_state=seed, stratify=strata
+        )
         assert sorted(_stratified_sample(strata, count, held_out, seed)) == sorted(expected)
 
 
@@ -371,7 +493,9 @@ HELD_BACK = {1: [5, 9, 10, 11, 22, 24], 42: [5, 6, 12, 15, 24, 29]}
 
 
 @pytest.mark.parametrize("seed", HELD_BACK)
-def test_the_rows_that_are_held_out_stay_the_same_from_version_to_version(prepared: Prepare, seed: int) -> None:
+def test_the_rows_that_are_held_out_stay_the_same_from_version_to_version(
+    prepared: Prepare, seed: int
+) -> None:
     data = prepared(growing(30), validation_split=0.2, seed=seed)
     assert data.validation.rows.tolist() == HELD_BACK[seed]
     assert data.train.rows.tolist() == sorted(set(range(30)) - set(HELD_BACK[seed]))

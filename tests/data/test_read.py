@@ -24,7 +24,11 @@ from toolkit.data.table import Table
 
 FORMATS = ["csv", "tsv", "json", "jsonl", "parquet"]
 TEXT_FORMATS = ["csv", "tsv", "json", "jsonl"]
-ROWS = [{"text": 'a, "b"', "label": "x"}, {"text": "很好\tc", "label": "y"}, {"text": "d", "label": "x"}]
+ROWS = [
+    {"text": 'a, "b"', "label": "x"},
+    {"text": "很好\tc", "label": "y"},
+    {"text": "d", "label": "x"},
+]
 
 WriteRows = Callable[..., str]
 
@@ -45,7 +49,9 @@ def write(path: Path, content: str | bytes) -> str:
 
 
 @pytest.fixture(autouse=True, params=["at once", "in batches, kept in the cache"])
-def _as_large_files_are(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, toolkit_cache: Path) -> None:
+def _as_large_files_are(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, toolkit_cache: Path
+) -> None:
     """Every test runs a second time in batches, as large files are read."""
     if request.param != "at once":
         for module in (table, text_files, read):
@@ -93,7 +99,10 @@ def test_utf16_names_its_encoding_and_reads_with_it(write_rows: WriteRows) -> No
 def test_one_bad_byte_is_named_and_is_no_other_encoding(tmp_path: Path, rest: str) -> None:
     path = write(tmp_path / "a.csv", b"text\n" + rest.encode() + b"caf\xe9 au lait\nfine\n")
     fault = fault_of(path)
-    assert f"{path}, line 7, byte {len(rest.encode()) + 9} of the file: not utf-8 (0xe9); 1 such place" in fault
+    assert (
+        f"{path}, line 7, byte {len(rest.encode()) + 9} of the file: not utf-8 (0xe9); 1 such place"
+        in fault
+    )
     assert "--encoding" not in fault
 
 
@@ -157,7 +166,9 @@ DEEP = '{"text": ' + "[" * 10**5 + "]" * 10**5 + "}"
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("no_garbage_collection")
-def test_invalid_files_are_named(tmp_path: Path, name: str, content: str, said: str, fault: Fault) -> None:
+def test_invalid_files_are_named(
+    tmp_path: Path, name: str, content: str, said: str, fault: Fault
+) -> None:
     told = fault_of(write(tmp_path / name, content))
     assert said in told
     fault(f"bad {name}: {said.strip(' :(')}", told)
@@ -177,10 +188,15 @@ def quoted(opening: str, closing: str, separator: str = ",") -> str:
         ('said "yes"{}1', "is followed by more text on line 171"),
         ('"another{}1', "is followed by more text on line 171"),
         ("none at all{}1", "is never closed"),
-        ('a screen of 5"{}0', "takes in the rows up to line 171"),  # sound CSV, but for the labels within
+        (
+            'a screen of 5"{}0',
+            "takes in the rows up to line 171",
+        ),  # sound CSV, but for the labels within
     ],
 )
-def test_an_unclosed_quote(tmp_path: Path, kind: str, separator: str, closing: str, said: str, fault: Fault) -> None:
+def test_an_unclosed_quote(
+    tmp_path: Path, kind: str, separator: str, closing: str, said: str, fault: Fault
+) -> None:
     content = quoted(f'"a text of its own{separator}1', closing.format(separator), separator)
     told = fault_of(write(tmp_path / f"a.{kind}", content))
     assert "line 42 (row 41): a double quote that begins a cell" in told
@@ -206,29 +222,87 @@ def test_a_quote_that_is_part_of_a_text_names_the_row_and_both_ways_out(tmp_path
     assert table.note == f"{path}: read with --quoting none: double quotes are part of the texts"
     assert table.digest != read_file(path).digest
     commas = write(tmp_path / "a.csv", 'text,label\n"a, b",1\n')
-    assert "line 2: 3 cells where the header has 2: pass --quoting csv" in fault_of(commas, quoting="none")
+    assert "line 2: 3 cells where the header has 2: pass --quoting csv" in fault_of(
+        commas, quoting="none"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "content", "options", "columns", "said"),
     [
-        ("a.csv", "text|label\na,b|1\n", {"delimiter": "|"}, {"text": ["a,b"], "label": ["1"]}, "with --delimiter |"),
-        ("a.txt", "text\tlabel\na\t1\n", {"delimiter": "tab"}, {"text": ["a"], "label": ["1"]}, "--delimiter tab"),
-        ("a.csv", "a,1\n\nb,0\n", {"column_names": "text, y"}, {"text": ["a", "b"], "y": ["1", "0"]}, "--column_names"),
+        (
+            "a.csv",
+            "text|label\na,b|1\n",
+            {"delimiter": "|"},
+            {"text": ["a,b"], "label": ["1"]},
+            "with --delimiter |",
+        ),
+        (
+            "a.txt",
+            "text\tlabel\na\t1\n",
+            {"delimiter": "tab"},
+            {"text": ["a"], "label": ["1"]},
+            "--delimiter tab",
+        ),
+        (
+            "a.csv",
+            "a,1\n\nb,0\n",
+            {"column_names": "text, y"},
+            {"text": ["a", "b"], "y": ["1", "0"]},
+            "--column_names",
+        ),
         ("a.txt", "a, 'b\n\n c\r\n", {}, {"text": ["a, 'b", "", " c"]}, "one text per line"),
-        ("a.json", '[["a", 1], ["b", 0]]', {}, {"text": ["a", "b"], "label": [1, 0]}, "rows [text, label], lists"),
-        ("a.json", '[["x", "a"], ["x", "b"]]', {}, {"label": ["x", "x"], "text": ["a", "b"]}, "rows [label, text]"),
-        ("a.jsonl", '["a", "b", 1]\n', {}, {"1": ["a"], "2": ["b"], "3": [1]}, "rows [1, 2, 3], lists"),
+        (
+            "a.json",
+            '[["a", 1], ["b", 0]]',
+            {},
+            {"text": ["a", "b"], "label": [1, 0]},
+            "rows [text, label], lists",
+        ),
+        (
+            "a.json",
+            '[["x", "a"], ["x", "b"]]',
+            {},
+            {"label": ["x", "x"], "text": ["a", "b"]},
+            "rows [label, text]",
+        ),
+        (
+            "a.jsonl",
+            '["a", "b", 1]\n',
+            {},
+            {"1": ["a"], "2": ["b"], "3": [1]},
+            "rows [1, 2, 3], lists",
+        ),
         ("a.json", '[["a", 1]]', {"column_names": "q,y"}, {"q": ["a"], "y": [1]}, "rows [q, y]"),
         ("a.csv", "text,label\na,1\n", {}, {"text": ["a"], "label": ["1"]}, ""),
         # settings of other formats
         ("a.jsonl", '{"q": "a"}', {"column_names": "b"}, {"q": ["a"]}, "without --column_names b"),
-        ("a.jsonl", '["a", 1]', {"delimiter": ";"}, {"text": ["a"], "label": [1]}, "without --delimiter ;"),
-        ("a.csv", "text\na\n", {"sample_by": "paragraph"}, {"text": ["a"]}, "without --sample_by paragraph"),
-        ("a.txt", "a\n", {"column_names": "b"}, {"text": ["a"]}, "one text per line; without --column_names b"),
+        (
+            "a.jsonl",
+            '["a", 1]',
+            {"delimiter": ";"},
+            {"text": ["a"], "label": [1]},
+            "without --delimiter ;",
+        ),
+        (
+            "a.csv",
+            "text\na\n",
+            {"sample_by": "paragraph"},
+            {"text": ["a"]},
+            "without --sample_by paragraph",
+        ),
+        (
+            "a.txt",
+            "a\n",
+            {"column_names": "b"},
+            {"text": ["a"]},
+            "one text per line; without --column_names b",
+        ),
     ],
 )
-def test_files_as_they_come(tmp_path: Path, name: str, content: str, options: Any, columns: Any, said: str) -> None:
+def test_files_as_they_come(
+    tmp_path: Path, name: str, content: str, options: Any, columns: Any, said: str
+) -> None:
     table = read_file(path := write(tmp_path / name, content), **options)
     assert table.rows.to_dict() == columns
     assert said in table.note
@@ -239,7 +313,9 @@ def test_ways_to_read_that_cannot_be_meant(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "text,label\na,1\n")
     assert "--delimiter '||': give one character" in fault_of(path, delimiter="||")
     assert "line 1: 2 cells where" in fault_of(path, column_names="a")
-    assert "line 1 names the columns as --column_names does" in fault_of(path, column_names="text,label")
+    assert "line 1 names the columns as --column_names does" in fault_of(
+        path, column_names="text,label"
+    )
     returns = 'text,label\n"a\rb\n",1\na\rb,1\n'
     assert "line 5: a lone carriage return" in fault_of(write(tmp_path / "r.csv", returns))
     assert len(read_file(write(tmp_path / "n.csv", "text,label\n\ra,1\n\rb,0\n\r"))) == 2
@@ -268,11 +344,15 @@ def test_a_file_that_unpacks_to_all_memory(
 
 @pytest.mark.parametrize("kind", ["jsonl", "json"])
 def test_columns_and_types_that_later_rows_bring(write_rows: WriteRows, kind: str) -> None:
-    rows: list[dict[str, Any]] = [{"number": place, "list": [], "text": None} for place in range(200)]
+    rows: list[dict[str, Any]] = [
+        {"number": place, "list": [], "text": None} for place in range(200)
+    ]
     rows[120] |= {"number": 1.5, "list": ["a"], "text": "t"}
     rows[180] |= {"late": True}
     read = read_file(write_rows(f"a.{kind}", rows)).rows.to_list()
-    assert read == [{**row, "number": float(row["number"]), "late": row.get("late")} for row in rows]
+    assert read == [
+        {**row, "number": float(row["number"]), "late": row.get("late")} for row in rows
+    ]
     rows[150]["number"] = "many"
     fault = fault_of(write_rows(f"b.{kind}", rows))
     assert "row 151: field 'number' is 'many', unlike the rows before it" in fault
@@ -296,43 +376,76 @@ def test_several_files_are_one_table(write_rows: WriteRows, tmp_path: Path) -> N
     pattern = str(tmp_path / "part-*.csv.gz")
     table = read_file(pattern)
     assert table.rows["text"][:] == [f"{number} {row}" for number in (9, 10) for row in range(60)]
-    assert (table.name, table.where(0), table.where(119)) == (pattern, f"{paths[1]}, row 1", f"{paths[0]}, row 60")
+    assert (table.name, table.where(0), table.where(119)) == (
+        pattern,
+        f"{paths[1]}, row 1",
+        f"{paths[0]}, row 60",
+    )
     assert (table.listing([0, 59]), table.listing([119])) == (
         f"{paths[1]}, row 1, {paths[1]}, row 60",
         f"{paths[0]}, row 60",
     )
     assert table.digest != read_file(paths[0]).digest
     write_rows("part-11.csv.gz", [{"text": "a", "other": "x"}])
-    refusal(lambda: read_file(pattern).rows, match=r"part-11.csv.gz has the columns text, other, and .* text, label")
+    refusal(
+        lambda: read_file(pattern).rows,
+        match=r"part-11.csv.gz has the columns text, other, and .* text, label",
+    )
     refusal(read_file, str(tmp_path / "nothing-*.csv"), match="no file has such a name")
 
 
 def test_splits_under_other_names_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = datasets.Dataset.from_dict({"text": ["a"]})
-    tables = {split: Table(rows, f"mnli ({split})", split) for split in ("train", "validation_matched")}
+    tables = {
+        split: Table(rows, f"mnli ({split})", split) for split in ("train", "validation_matched")
+    }
     monkeypatch.setattr(read, "read_hub", lambda *_: tables)
     ((split, train),) = read.read_tables(TextSettings(dataset_name="mnli")).items()
-    assert (split, train.note) == ("train", "mnli (train): its splits validation_matched are not used")
+    assert (split, train.note) == (
+        "train",
+        "mnli (train): its splits validation_matched are not used",
+    )
 
 
 def test_files_with_other_orders_of_class_names(tmp_path: Path) -> None:
     for number, names in enumerate((["a", "b"], ["a", "b"], ["b", "a"])):
-        features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)})
+        features = datasets.Features(
+            {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)}
+        )
         rows = datasets.Dataset.from_dict({"text": ["t"], "label": [0]}, features=features)
         rows.to_parquet(tmp_path / f"{number}.parquet")
     assert read_file(str(tmp_path / "[01].parquet")).rows["label"][:] == [0, 0]
-    refusal(lambda: read_file(str(tmp_path / "*.parquet")).rows, match="2.parquet: its class names, or their order")
+    refusal(
+        lambda: read_file(str(tmp_path / "*.parquet")).rows,
+        match="2.parquet: its class names, or their order",
+    )
 
 
 @pytest.mark.parametrize("characters", [1, 2, 5, 1 << 20])
-def test_a_list_of_json_is_read_as_a_stream(tmp_path: Path, characters: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_of_json_is_read_as_a_stream(
+    tmp_path: Path, characters: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(json_files, "_JSON_CHARACTERS", characters)
-    rows = [{"text": 'a "b], [" \\', "label": 12.5e3, "deep": [1, {"c": []}]}, ["x", -1, None], 17, "é\n", True, {}]
+    rows = [
+        {"text": 'a "b], [" \\', "label": 12.5e3, "deep": [1, {"c": []}]},
+        ["x", -1, None],
+        17,
+        "é\n",
+        True,
+        {},
+    ]
     for indent in (None, 2):
         path = Path(write(tmp_path / "a.json", " \n" + json.dumps(rows, indent=indent) + "\n "))
         assert read._read_entries(path) == rows
-    for text in ('[{"text": "a"}, {"text": "b"}', '[{"text": "a"},]', '[{"text": "a"}] [1]', '[{"text": "a"} 1]'):
-        refusal(read._read_entries, Path(write(tmp_path / "a.json", text)), match=r"a\.json: not JSON")
+    for text in (
+        '[{"text": "a"}, {"text": "b"}',
+        '[{"text": "a"},]',
+        '[{"text": "a"}] [1]',
+        '[{"text": "a"} 1]',
+    ):
+        refusal(
+            read._read_entries, Path(write(tmp_path / "a.json", text)), match=r"a\.json: not JSON"
+        )
     stream = io.StringIO(json.dumps(rows * 1000))
     if characters < 10:
         assert next(json_files._stream_items(stream)) == rows[0]
@@ -352,13 +465,19 @@ def test_the_same_bytes_in_another_place_and_format(tmp_path: Path) -> None:
     """The cache knows rows by their content and format; a file is named by where it lies now."""
     paths = [write(tmp_path / name, "text\tlabel\na\t1\n") for name in ("a.csv", "b.csv", "a.tsv")]
     comma, copy, tab = map(read_file, paths)
-    assert [table.rows.column_names for table in (comma, copy, tab)] == [["text\tlabel"]] * 2 + [["text", "label"]]
+    assert [table.rows.column_names for table in (comma, copy, tab)] == [["text\tlabel"]] * 2 + [
+        ["text", "label"]
+    ]
     assert [table.where(0) for table in (comma, copy, tab)] == [f"{path}, row 1" for path in paths]
     assert comma.digest == copy.digest != tab.digest
-    assert read_file(paths[0], column_names="line").digest != comma.digest  # `line` is a value of --sample_by, too
+    assert (
+        read_file(paths[0], column_names="line").digest != comma.digest
+    )  # `line` is a value of --sample_by, too
 
 
-def test_a_folder_is_known_by_its_content(write_rows: WriteRows, tmp_path: Path, toolkit_cache: Path) -> None:
+def test_a_folder_is_known_by_its_content(
+    write_rows: WriteRows, tmp_path: Path, toolkit_cache: Path
+) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     path, _ = write_rows("data/train.csv", ROWS), write_rows("data/test.csv", ROWS)
@@ -368,7 +487,9 @@ def test_a_folder_is_known_by_its_content(write_rows: WriteRows, tmp_path: Path,
     shutil.copytree(folder, tmp_path / "cloned")
     digests = {read_hub(str(tmp_path / name))["train"].digest for name in ("data", "cloned")}
     assert digests == {first.digest}
-    write_rows("data/train.csv", [row | {"label": "z"} for row in ROWS])  # as large, and of the same time
+    write_rows(
+        "data/train.csv", [row | {"label": "z"} for row in ROWS]
+    )  # as large, and of the same time
     os.utime(path, (10**9, 10**9))
     changed = read_hub(str(folder))["train"]
     assert changed.digest != first.digest

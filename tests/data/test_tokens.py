@@ -19,19 +19,31 @@ from toolkit.utils import progress
 TEXTS = ["good film", "", "很好 的 书店", "the " * 50, "a"]
 
 
-def config(model_type: str = "bert", positions: int | None = 512, pad: int | None = 0) -> SimpleNamespace:
-    return SimpleNamespace(model_type=model_type, max_position_embeddings=positions, pad_token_id=pad)
+def config(
+    model_type: str = "bert", positions: int | None = 512, pad: int | None = 0
+) -> SimpleNamespace:
+    return SimpleNamespace(
+        model_type=model_type, max_position_embeddings=positions, pad_token_id=pad
+    )
 
 
 def test_a_split_comes_back_as_it_was_saved(tokenizer: Any, tmp_path: Path) -> None:
-    before, labels, rows = tokenizer.backend_tokenizer.to_str(), np.array([0, 1, 0, 1, 0]), np.array([0, 2, 3, 4, 9])
+    before, labels, rows = (
+        tokenizer.backend_tokenizer.to_str(),
+        np.array([0, 1, 0, 1, 0]),
+        np.array([0, 2, 3, 4, 9]),
+    )
     lines = ["a\nb", "", "很好", '"', "\u2028"]
     (folder := tmp_path / "train").mkdir()
     blocks = tokens.encode_blocks(tokenizer, [(TEXTS[:2], None), (TEXTS[2:], None)], 20, 5)
     counts = tokens.save_tokens(folder, blocks, unknown=1)
     arrays = tokens.encode_texts(tokenizer, TEXTS, 20)
-    assert tokenizer.backend_tokenizer.to_str() == before  # saved with the model, whether or not this made the tokens
-    assert counts == tokens.Counts(1, int((arrays["input_ids"] == 1).sum()), len(arrays["input_ids"]))
+    assert (
+        tokenizer.backend_tokenizer.to_str() == before
+    )  # saved with the model, whether or not this made the tokens
+    assert counts == tokens.Counts(
+        1, int((arrays["input_ids"] == 1).sum()), len(arrays["input_ids"])
+    )
     for name, array in arrays.items():  # appended, and as numpy writes it whole
         np.save(tmp_path / "whole.npy", array)
         assert (folder / f"{name}.npy").read_bytes() == (tmp_path / "whole.npy").read_bytes()
@@ -53,11 +65,19 @@ def test_a_split_comes_back_as_it_was_saved(tokenizer: Any, tmp_path: Path) -> N
 
 def test_only_the_beginning_of_a_very_long_text_is_tokenized(tokenizer: Any) -> None:
     """Whole where its words might be others than those of the beginning: one endless word, and blanks."""
-    texts = ["good film, 很好[SEP] " * 40, "word " + "x" * 900, " " * 900 + TEXTS[3], "good film " * 50]
+    texts = [
+        "good film, 很好[SEP] " * 40,
+        "word " + "x" * 900,
+        " " * 900 + TEXTS[3],
+        "good film " * 50,
+    ]
     theirs = tokenizer(texts, truncation=True, max_length=9)["input_ids"]
     ours = tokens.encode_texts(tokenizer, texts, 9)
     assert [part.tolist() for part in np.split(ours["input_ids"], ours["offsets"][1:-1])] == theirs
-    assert [len(text) for text in tokens.cut_long_texts(tokenizer, texts, 9)] == [144, *map(len, texts[1:])]
+    assert [len(text) for text in tokens.cut_long_texts(tokenizer, texts, 9)] == [
+        144,
+        *map(len, texts[1:]),
+    ]
 
 
 def test_padding_does_not_shift_the_positions_of_a_bert(tiny_model: Path, tmp_path: Path) -> None:
@@ -72,7 +92,9 @@ def test_padding_does_not_shift_the_positions_of_a_bert(tiny_model: Path, tmp_pa
 
 
 @pytest.mark.parametrize("change", ["word", "side", "lower"])
-def test_the_fingerprint_changes_with_the_tokens_and_not_with_use(tiny_model: Path, change: str) -> None:
+def test_the_fingerprint_changes_with_the_tokens_and_not_with_use(
+    tiny_model: Path, change: str
+) -> None:
     before, after = (AutoTokenizer.from_pretrained(tiny_model) for _ in range(2))
     fresh = tokens.fingerprint(before)
     before(TEXTS, truncation=True, max_length=7, padding=True)
@@ -85,7 +107,9 @@ def test_the_fingerprint_changes_with_the_tokens_and_not_with_use(tiny_model: Pa
 
         after.backend_tokenizer.normalizer = NFC()
     texts = ["hello GOOD film and very bad book"]  # 14 tokens, cut at 9
-    first, second = (tokens.encode_texts(side, texts, 9)["input_ids"].tolist() for side in (before, after))
+    first, second = (
+        tokens.encode_texts(side, texts, 9)["input_ids"].tolist() for side in (before, after)
+    )
     assert first != second
     assert fresh == tokens.fingerprint(before) != tokens.fingerprint(after)
 
@@ -106,15 +130,25 @@ def test_the_fingerprint_changes_with_the_tokens_and_not_with_use(tiny_model: Pa
         (5000, 10**30, config(positions=-1), 5000),  # relative positions
     ],
 )
-def test_choose_max_length(wanted: int | None, limit: int, model: SimpleNamespace, chosen: int) -> None:
+def test_choose_max_length(
+    wanted: int | None, limit: int, model: SimpleNamespace, chosen: int
+) -> None:
     tokenizer = SimpleNamespace(model_max_length=limit, num_special_tokens_to_add=lambda pair: 2)
     assert tokens.choose_max_length(wanted, tokenizer, model) == chosen
     if wanted is None and chosen == 512:
         longest = config() if model.max_position_embeddings != 514 else model
-        refusal(tokens.choose_max_length, 513, tokenizer, longest, match="--max_length 513: the model has 512")
+        refusal(
+            tokens.choose_max_length,
+            513,
+            tokenizer,
+            longest,
+            match="--max_length 513: the model has 512",
+        )
 
 
-def test_progress_is_shown(tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_shown(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(tokens, "_BATCH_TEXTS", 2)
     tokens.encode_texts(tokenizer, TEXTS, 20)
     assert capsys.readouterr().err == ""
@@ -146,4 +180,6 @@ def test_a_file_that_is_cut_while_it_is_read_is_a_line(tmp_path: Path, fault: Fa
     done = recipe(tmp_path, script=str(script))
     assert done.code == 1
     done.says_in_one_line(str(tmp_path / "train" / "input_ids.npy"))
-    fault("the tokens are cut while a run reads them", done.err, "the steps since the last checkpoint")
+    fault(
+        "the tokens are cut while a run reads them", done.err, "the steps since the last checkpoint"
+    )

@@ -42,10 +42,14 @@ def test_a_stop_signal_of_any_rank_ends_an_evaluation() -> None:
 class Echo(torch.nn.Module):
     """Two outputs: the sum of a sample's tokens and their number, padding not counted."""
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> SimpleNamespace:
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> SimpleNamespace:
         assert not self.training
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        return SimpleNamespace(logits=torch.stack([(input_ids * mask).sum(1), mask.sum(1)], 1).to(torch.bfloat16))
+        return SimpleNamespace(
+            logits=torch.stack([(input_ids * mask).sum(1), mask.sum(1)], 1).to(torch.bfloat16)
+        )
 
 
 def split_of(count: int) -> Split:
@@ -59,7 +63,9 @@ TOKENIZER = SimpleNamespace(pad_token_id=99, padding_side="right")
 
 @pytest.mark.parametrize("batch_size", [1, 4, 5, 64])
 @pytest.mark.parametrize("count", [1, 2, 5, 16, 23])
-def test_outputs_are_in_the_order_of_the_file(accelerator: Accelerator, count: int, batch_size: int) -> None:
+def test_outputs_are_in_the_order_of_the_file(
+    accelerator: Accelerator, count: int, batch_size: int
+) -> None:
     split = split_of(count)
     logits = predict(accelerator, Echo().train(), split, TOKENIZER, batch_size)
     assert logits[:, 0].tolist() == split.lengths.tolist()  # padding not counted
@@ -73,9 +79,13 @@ class DuplicateIds(Collator):
         return batch
 
 
-def test_lost_and_duplicated_samples_raise(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_and_duplicated_samples_raise(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(outputs, "collator_of", DuplicateIds)
-    with pytest.raises(ExactlyOnceError, match=r"test: never predicted: ids 6; more than once: ids 3"):
+    with pytest.raises(
+        ExactlyOnceError, match=r"test: never predicted: ids 6; more than once: ids 3"
+    ):
         predict(accelerator, Echo(), split_of(10), TOKENIZER, 4)
 
 
@@ -98,6 +108,12 @@ def test_an_evaluation_counts_every_sample_once(accelerator: Accelerator) -> Non
     metrics = lambda logits, truth: classification_metrics(logits, truth, labels) | {"mine": 1}  # noqa: E731
     evaluation = evaluate_classifier(*given, lambda logits, _: logits[:, 1], labels, metrics)
     assert evaluation.numbers["loss"] == pytest.approx(split.lengths.mean())  # the recipe's loss
-    assert (evaluation.split, evaluation.numbers["num_samples"], evaluation.numbers["mine"]) == ("test", 23, 1)
-    assert evaluation.numbers["accuracy"] == pytest.approx(np.mean(split.labels == 0))  # equal logits: class 0
+    assert (evaluation.split, evaluation.numbers["num_samples"], evaluation.numbers["mine"]) == (
+        "test",
+        23,
+        1,
+    )
+    assert evaluation.numbers["accuracy"] == pytest.approx(
+        np.mean(split.labels == 0)
+    )  # equal logits: class 0
     assert evaluation.predictions is not None

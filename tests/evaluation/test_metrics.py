@@ -17,7 +17,13 @@ from tests.splits import of_lengths
 from toolkit.config import ProblemType, TrainingSettings
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
-from toolkit.evaluation import Best, Evaluation, Outputs, classification_evaluation, classification_metrics
+from toolkit.evaluation import (
+    Best,
+    Evaluation,
+    Outputs,
+    classification_evaluation,
+    classification_metrics,
+)
 from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.best import make_best
 from toolkit.objective.losses import sample_losses
@@ -35,7 +41,9 @@ def numbers_of(problem: ProblemType, names: str, logits: Any, truth: Any) -> dic
     outputs = Outputs(ALONE, split)
     outputs._parts = [[split.rows, array, losses]]
     labels = Labels(problem, tuple(names), ("label",))
-    return classification_evaluation(outputs, labels, partial(classification_metrics, labels=labels)).numbers
+    return classification_evaluation(
+        outputs, labels, partial(classification_metrics, labels=labels)
+    ).numbers
 
 
 def split_of(problem: ProblemType, truth: Any) -> Split:
@@ -56,19 +64,39 @@ def test_numbers_are_scikit_learns(problem: ProblemType) -> None:
 
     generator = np.random.default_rng(5)
     logits = generator.normal(size=(60, 4)) - [0, 0.2, 0.5, 20]
-    truth = generator.integers(0, 3, 60) if problem == SINGLE else generator.random((60, 4)) < [0.5, 0.3, 0.2, 0]
+    truth = (
+        generator.integers(0, 3, 60)
+        if problem == SINGLE
+        else generator.random((60, 4)) < [0.5, 0.3, 0.2, 0]
+    )
     guess = logits.argmax(axis=1) if problem == SINGLE else logits > 0
-    numbers, labels = numbers_of(problem, "abcd", logits, truth), {"labels": range(4), "zero_division": 0}
-    assert (numbers["num_samples"], numbers["accuracy"]) == (60, pytest.approx(sk.accuracy_score(truth, guess)))
+    numbers, labels = (
+        numbers_of(problem, "abcd", logits, truth),
+        {"labels": range(4), "zero_division": 0},
+    )
+    assert (numbers["num_samples"], numbers["accuracy"]) == (
+        60,
+        pytest.approx(sk.accuracy_score(truth, guess)),
+    )
     for average in ("macro", "micro", "weighted"):
-        assert numbers[f"f1_{average}"] == pytest.approx(sk.f1_score(truth, guess, average=average, **labels))
+        assert numbers[f"f1_{average}"] == pytest.approx(
+            sk.f1_score(truth, guess, average=average, **labels)
+        )
     theirs = sk.precision_recall_fscore_support(truth, guess, **labels)
-    ours = [[numbers["per_class"][name][key] for name in "abcd"] for key in ("precision", "recall", "f1", "support")]
+    ours = [
+        [numbers["per_class"][name][key] for name in "abcd"]
+        for key in ("precision", "recall", "f1", "support")
+    ]
     assert np.array(ours) == pytest.approx(np.array(theirs))
     if problem == SINGLE:  # rows: the truth
-        assert numbers["confusion_matrix"] == sk.confusion_matrix(truth, guess, labels=range(4)).tolist()
+        assert (
+            numbers["confusion_matrix"]
+            == sk.confusion_matrix(truth, guess, labels=range(4)).tolist()
+        )
         chances = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-        assert numbers["loss"] == pytest.approx(sk.log_loss(truth, chances, labels=range(4)), rel=1e-4)
+        assert numbers["loss"] == pytest.approx(
+            sk.log_loss(truth, chances, labels=range(4)), rel=1e-4
+        )
     assert ("confusion_matrix" in numbers) == (problem == SINGLE)
 
 
@@ -77,16 +105,26 @@ def test_numbers_are_scikit_learns(problem: ProblemType) -> None:
     [([1, 2, 4], [1, 3, 2], 5 / 3, 1, np.corrcoef([1, 2, 4], [1, 3, 2])[0, 1]),
      ([1, 1], [1, 2], 0.5, 0.5, 0), ([1, 2], [3, 3], 2.5, 1.5, 0), ([1], [2], 1, 1, 0)],
 )  # fmt: skip
-def test_regression_numbers(logits: list[float], truth: list[float], mse: float, mae: float, pearson: float) -> None:
+def test_regression_numbers(
+    logits: list[float], truth: list[float], mse: float, mae: float, pearson: float
+) -> None:
     """A constant has no correlation: 0."""
     numbers = numbers_of("regression", "y", np.c_[logits], truth)
-    assert [numbers[name] for name in ("loss", "mse", "mae", "pearson")] == pytest.approx([mse, mse, mae, pearson])
+    assert [numbers[name] for name in ("loss", "mse", "mae", "pearson")] == pytest.approx(
+        [mse, mse, mae, pearson]
+    )
 
 
 def test_predicted_numbers_keep_their_digits() -> None:
-    answers, outputs = ClassAnswers(Labels("regression", ("y",), ("y",))), np.array([[1e-8], [12345.678]], np.float32)
+    answers, outputs = (
+        ClassAnswers(Labels("regression", ("y",), ("y",))),
+        np.array([[1e-8], [12345.678]], np.float32),
+    )
     lines = answers.prediction_lines(np.arange(2), outputs, np.array([0.1, 4.17], np.float32))
-    assert [(line["label"], line["prediction"]) for line in lines] == [(0.1, 1e-8), (4.17, 12345.678)]
+    assert [(line["label"], line["prediction"]) for line in lines] == [
+        (0.1, 1e-8),
+        (4.17, 12345.678),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -97,12 +135,17 @@ def test_predicted_numbers_keep_their_digits() -> None:
      ("perplexity", SINGLE, ("perplexity", False)), (None, "of a feature that is not registered", ("loss", False))],
 )  # fmt: skip
 def test_best_metric(metric: str | None, problem: ProblemType, expected: tuple[str, bool]) -> None:
-    assert (Best(metric, problem).metric, Best(metric, problem).sign) == (expected[0], 1 if expected[1] else -1)
+    assert (Best(metric, problem).metric, Best(metric, problem).sign) == (
+        expected[0],
+        1 if expected[1] else -1,
+    )
 
 
 def data_of(problem: ProblemType, truth: Any) -> Any:
     labels = Labels(problem, ("a", "b"), ("label",))
-    return SimpleNamespace(validation=split_of(problem, truth), targets=labels, facts=labels.facts())
+    return SimpleNamespace(
+        validation=split_of(problem, truth), targets=labels, facts=labels.facts()
+    )
 
 
 def test_a_metric_of_the_recipe_selects_the_best_model() -> None:
@@ -114,14 +157,18 @@ def test_a_metric_of_the_recipe_selects_the_best_model() -> None:
     refusal(make_best, ALONE, settings, data_of(SINGLE, [0]), lambda *_: metrics, match="note")
 
 
-@pytest.mark.parametrize("score", [np.float32(0.25), np.float64(0.25), np.array(0.25), torch.tensor(0.25)])
+@pytest.mark.parametrize(
+    "score", [np.float32(0.25), np.float64(0.25), np.array(0.25), torch.tensor(0.25)]
+)
 def test_metrics_become_json(score: Any, tmp_path: Path) -> None:
     metrics = {"score": score, "right": np.int64(3), "bad": np.float32(np.nan), "each": np.arange(4).reshape(2, 2),
                "by": {np.int64(7): [torch.ones(2)]}, "worst": [{"f1": -math.inf}], "path": Path("a")}  # fmt: skip
     for name in ("score", "right"):
         settings = TrainingSettings(metric_for_best_model=name)
         best = make_best(ALONE, settings, data_of(SINGLE, [0, 1]), lambda *_: metrics)
-        evaluation = Outputs(ALONE, split_of(SINGLE, [0, 1])).evaluation(np.ones(2, np.float32), metrics)
+        evaluation = Outputs(ALONE, split_of(SINGLE, [0, 1])).evaluation(
+            np.ones(2, np.float32), metrics
+        )
         assert best.update(evaluation, 1)
         assert best.value == float(metrics[name])
     assert evaluation.single_numbers["score"] == 0.25
@@ -136,7 +183,12 @@ def test_metrics_become_json(score: Any, tmp_path: Path) -> None:
 def test_metrics_are_tried_on_some_rows_of_a_large_split_and_on_each_class() -> None:
     truth, calls = [0] * 30_000, []
     truth[12_345] = 1
-    make_best(ALONE, TrainingSettings(), data_of(SINGLE, truth), lambda *call: calls.append(call) or {"f1_macro": 0.5})
+    make_best(
+        ALONE,
+        TrainingSettings(),
+        data_of(SINGLE, truth),
+        lambda *call: calls.append(call) or {"f1_macro": 0.5},
+    )
     ((logits, labels),) = calls
     assert 10_000 <= len(labels) <= 10_002
     assert (logits.shape, set(labels)) == ((len(labels), 2), {0, 1})
@@ -148,7 +200,9 @@ def test_metrics_are_tried_on_some_rows_of_a_large_split_and_on_each_class() -> 
      ("loss", [2.0, 1.0, 1.0, math.nan, 0.5], [0, 0, 1, 2, 0], 5),
      ("pearson", [None, math.nan], [0, 1], 1), ("loss", [math.nan, 3.0, None], [0, 0, 1], 2)],
 )  # fmt: skip
-def test_the_best_evaluation(metric: str, values: list[Any], counters: list[int], best_step: int) -> None:
+def test_the_best_evaluation(
+    metric: str, values: list[Any], counters: list[int], best_step: int
+) -> None:
     best = Best(metric, SINGLE)
     for step, (value, counter) in enumerate(zip(values, counters, strict=True), 1):
         assert best.update(Evaluation("validation", {metric: value}, None), step) is (counter == 0)

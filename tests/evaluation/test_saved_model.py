@@ -16,13 +16,20 @@ from toolkit.config import TaskSettings, build
 from toolkit.data.table import Table
 from toolkit.data.tokens import encode_texts
 from toolkit.evaluation.answers import ClassAnswers, labels_of
-from toolkit.evaluation.saved_model import SavedModel, choose_columns, training_quoting, training_run
+from toolkit.evaluation.saved_model import (
+    SavedModel,
+    choose_columns,
+    training_quoting,
+    training_run,
+)
 from toolkit.pretrained import load_plain_tokenizer
 
 TEXTS = ["GOOD film", "the very bad book", "很好 的 书店"]
 
 
-def test_models_share_no_tokens_of_the_same_texts(tiny_model: Path, tmp_path: Path, toolkit_cache: Path) -> None:
+def test_models_share_no_tokens_of_the_same_texts(
+    tiny_model: Path, tmp_path: Path, toolkit_cache: Path
+) -> None:
     """A killed process leaves them in the cache, where an evaluation of the same file by another model must not read
     them."""
     cased = shutil.copytree(tiny_model, tmp_path / "cased")
@@ -32,7 +39,10 @@ def test_models_share_no_tokens_of_the_same_texts(tiny_model: Path, tmp_path: Pa
         saved: Any = SavedModel(str(name))
         saved.accelerator, saved.max_length = SimpleNamespace(num_processes=2), max_length
         split = saved.tokenize(TEXTS, facts="the file")
-        assert split.input_ids.tolist() == encode_texts(saved.tokenizer, TEXTS, max_length)["input_ids"].tolist()
+        assert (
+            split.input_ids.tolist()
+            == encode_texts(saved.tokenizer, TEXTS, max_length)["input_ids"].tolist()
+        )
         shared.add(split.folder)
     assert len(shared) == 3
 
@@ -43,7 +53,9 @@ def test_the_model_is_on_the_device() -> None:
     module.config = None
     saved: Any = object.__new__(SavedModel)
     saved.settings, saved.answers = None, SimpleNamespace(load=lambda _: module)
-    accelerator = SimpleNamespace(device=torch.device("meta"), prepare_model=lambda model, evaluation_mode: model)
+    accelerator = SimpleNamespace(
+        device=torch.device("meta"), prepare_model=lambda model, evaluation_mode: model
+    )
     saved.load(accelerator, 8, 4, None)
     assert saved.model.weight.is_meta
 
@@ -55,20 +67,38 @@ def test_precision_under_deepspeed() -> None:
     saved.model = saved.tokenizer = None
     saved._sizes, saved._shared = (), set()
     saved.answers = SimpleNamespace(outputs=lambda *_: torch.ones(1, 2) @ torch.ones(2, 1))
-    assert saved.compute_outputs(SimpleNamespace(folder=Path("tokens/split"))).dtype == torch.bfloat16
+    assert (
+        saved.compute_outputs(SimpleNamespace(folder=Path("tokens/split"))).dtype == torch.bfloat16
+    )
 
 
-def test_a_model_outside_of_its_run(tiny_model: Path, accelerator: Any, toolkit_cache: Path, tmp_path: Path) -> None:
+def test_a_model_outside_of_its_run(
+    tiny_model: Path, accelerator: Any, toolkit_cache: Path, tmp_path: Path
+) -> None:
     """A pair model that was copied, converted or exported still reads pairs, and saves its columns again."""
-    (tmp_path / "pairs.csv").write_text("text,more,label\n" + "a film,good,pos\na book,bad,neg\n" * 9)
+    (tmp_path / "pairs.csv").write_text(
+        "text,more,label\n" + "a film,good,pos\na book,bad,neg\n" * 9
+    )
     files: Any = {"train_file": str(tmp_path / "pairs.csv"), "model_name_or_path": str(tiny_model)}
-    tokenizer, _ = load_data(build(TaskSettings, files | {"text_pair": "more", "label_column": "label"}), accelerator)
+    tokenizer, _ = load_data(
+        build(TaskSettings, files | {"text_pair": "more", "label_column": "label"}), accelerator
+    )
     tokenizer.save_pretrained(tmp_path / "once")
     load_plain_tokenizer(str(tmp_path / "once")).save_pretrained(tmp_path / "twice")
-    expected = {"text_column": "text", "text_pair": "more", "label_columns": ["label"], "label_values": []}
+    expected = {
+        "text_column": "text",
+        "text_pair": "more",
+        "label_columns": ["label"],
+        "label_values": [],
+    }
     assert training_quoting(str(tmp_path / "twice"), "f.csv") == "csv"
-    load_data(build(TaskSettings, files | {"quoting": "none"}), accelerator)[0].save_pretrained(tmp_path / "none")
-    assert [training_quoting(str(tmp_path / "none"), name) for name in ("f.csv", "f.tsv")] == ["none", "csv"]
+    load_data(build(TaskSettings, files | {"quoting": "none"}), accelerator)[0].save_pretrained(
+        tmp_path / "none"
+    )
+    assert [training_quoting(str(tmp_path / "none"), name) for name in ("f.csv", "f.tsv")] == [
+        "none",
+        "csv",
+    ]
     assert training_run(str(tmp_path / "twice"))["data"] == expected
     table = Table(datasets.Dataset.from_dict({"text": ["a"], "more": ["b"]}), "f.csv", "")
     assert choose_columns(str(tmp_path / "twice"), table, None, None) == ("text", "more")
@@ -76,15 +106,22 @@ def test_a_model_outside_of_its_run(tiny_model: Path, accelerator: Any, toolkit_
 
 def test_a_file_with_a_part_of_the_trained_columns(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    (tmp_path / "config.json").write_text('{"settings": {}, "data": {"text_column": "title,content"}}')
-    model, table = str(tmp_path / "model"), Table(datasets.Dataset.from_dict({"content": ["a"]}), "f.csv", "")
+    (tmp_path / "config.json").write_text(
+        '{"settings": {}, "data": {"text_column": "title,content"}}'
+    )
+    model, table = (
+        str(tmp_path / "model"),
+        Table(datasets.Dataset.from_dict({"content": ["a"]}), "f.csv", ""),
+    )
     refusal(choose_columns, model, table, None, None, says=["no column 'title'", "--text_column"])
     assert choose_columns(model, table, "content", None) == ("content", None)
 
 
 def test_a_model_with_one_output_and_no_type_predicts_a_number() -> None:
     """A reranker of the hub: a softmax of one logit would be 1 for each row. A small number keeps its digits."""
-    (answer,) = ClassAnswers(labels_of(PretrainedConfig(num_labels=1))).answers(np.array([[3.2123e-5]], np.float32))
+    (answer,) = ClassAnswers(labels_of(PretrainedConfig(num_labels=1))).answers(
+        np.array([[3.2123e-5]], np.float32)
+    )
     assert answer == {"prediction": 3.2123e-5}
     assert labels_of(PretrainedConfig(num_labels=1)).problem_type == "regression"
     assert labels_of(PretrainedConfig(num_labels=2)).problem_type == "single_label_classification"

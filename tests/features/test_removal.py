@@ -7,14 +7,20 @@ import pytest
 
 from tests.runs import ROOT, recipe, slow_but
 
-FEATURES = sorted(path.parent.name for path in (ROOT / "toolkit" / "features").glob("*/__init__.py"))
+FEATURES = sorted(
+    path.parent.name for path in (ROOT / "toolkit" / "features").glob("*/__init__.py")
+)
 LIBRARIES = ("torch", "transformers", "datasets", "accelerate", "pandas", "sklearn.metrics", "pydantic", "scipy",
              "matplotlib.pyplot", "jinja2", "peft", "tqdm", "transformers.models.bert.modeling_bert",
              "transformers.models.auto.modeling_auto", "sklearn.linear_model")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", slow_but([*FEATURES, "all", "mistakes"], "titles", "all", "mistakes"))
-def test_without_it_the_core_works(name: str, tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", slow_but([*FEATURES, "all", "mistakes"], "titles", "all", "mistakes")
+)
+def test_without_it_the_core_works(
+    name: str, tiny_model: Path, reviews: Path, tmp_path: Path
+) -> None:
     """`all`: without any feature; `mistakes`: with the one that docs/your-own-feature.md adds."""
     for part in ("toolkit", "recipes"):
         shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
@@ -23,7 +29,9 @@ def test_without_it_the_core_works(name: str, tiny_model: Path, reviews: Path, t
         (folder / name).mkdir()
         (folder / name / "__init__.py").touch()
         page = (ROOT / "docs" / "your-own-feature.md").read_text(encoding="utf-8")
-        (folder / name / "feature.py").write_text(page.split("```python\n")[1].split("```")[0], encoding="utf-8")
+        (folder / name / "feature.py").write_text(
+            page.split("```python\n")[1].split("```")[0], encoding="utf-8"
+        )
     for feature in FEATURES if name == "all" else [name] if name in FEATURES else []:
         shutil.rmtree(folder / feature)
     recipe(tmp_path, tiny_model, reviews, script="tests/features/removal_worker.py", pages=True, imported=LIBRARIES,

@@ -40,7 +40,10 @@ BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", 
         (BATCH_SCRIPT, Place("python", 0, 1, 0, 1)),  # no srun: one process, whatever was allocated
         (BY_HAND, Place("environment", 3, 8, 3, 8)),
         (BY_HAND | {"TOOLKIT_LAUNCH": "{}"}, Place("toolkit", 3, 8, 3, 8)),
-        (BY_HAND | {"NODE_RANK": "0", "ACCELERATE_USE_CPU": "yes"}, Place("accelerate", 3, 8, 3, 8)),  # a notebook
+        (
+            BY_HAND | {"NODE_RANK": "0", "ACCELERATE_USE_CPU": "yes"},
+            Place("accelerate", 3, 8, 3, 8),
+        ),  # a notebook
         # mpirun and torchrun inside a Slurm step: the inner launcher counts
         (SRUN | OPEN_MPI, Place("mpirun", 1, 4, 1, 2)),
         (SRUN | TORCHRUN, Place("torchrun", 3, 4, 1, 2)),
@@ -61,7 +64,11 @@ def test_invalid_number_names_the_variable(base: dict[str, str], garbage: str) -
     for name in numbers:
         if garbage == "" and name.endswith(("LOCAL_WORLD_SIZE", "LOCAL_SIZE")):
             continue  # as if it was not set
-        refusal(place_of, base | {name: garbage}, match="LOCAL_WORLD_SIZE" if name == "LOCAL_SIZE" else name)
+        refusal(
+            place_of,
+            base | {name: garbage},
+            match="LOCAL_WORLD_SIZE" if name == "LOCAL_SIZE" else name,
+        )
 
 
 @pytest.mark.parametrize(
@@ -94,7 +101,13 @@ def test_srun_on_several_nodes_has_a_port_of_its_job_and_step() -> None:
                           ("2", {"SLURM_JOB_ID": "78"})):  # fmt: skip
         env = SRUN | changes | {"MASTER_ADDR": "gpu03"}
         set_torch_variables(env)
-        wanted = {"RANK": rank, "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "gpu03"}
+        wanted = {
+            "RANK": rank,
+            "WORLD_SIZE": "4",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "gpu03",
+        }
         assert env.items() >= wanted.items()
         assert 20000 <= int(env["MASTER_PORT"]) < 40000
         ports.append(env["MASTER_PORT"])
@@ -108,7 +121,9 @@ def test_srun_on_several_nodes_has_a_port_of_its_job_and_step() -> None:
      (SRUN | OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "2"}, {"PMIX_NAMESPACE": "prterun-2@1"})],
     ids=["srun", "mpirun"],
 )  # fmt: skip
-def test_port_behind_a_wrapper(task: dict[str, str], other: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_behind_a_wrapper(
+    task: dict[str, str], other: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On one machine each task has a shell or container of its own as its parent."""
     ports = []
     for parent, changes in ((os.getpid(), {}), (os.getppid(), {}), (os.getpid(), other)):
@@ -185,4 +200,6 @@ ONE = {"OMP_NUM_THREADS": "1"}
 def test_user_threads(env: dict[str, str], expected: int | None) -> None:
     """torchrun and accelerate set 1 where the user has set nothing."""
     assert user_threads(env) == expected
-    assert clean_environment(env).get("OMP_NUM_THREADS") == (env.get("OMP_NUM_THREADS") if expected else None)
+    assert clean_environment(env).get("OMP_NUM_THREADS") == (
+        env.get("OMP_NUM_THREADS") if expected else None
+    )

@@ -28,7 +28,9 @@ def run(*body: str, **env: str) -> Finished:
 def world(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Sets the world size that `failure` sees."""
     size = {"size": 1}
-    monkeypatch.setattr(failure, "_place", lambda: Place("torchrun", 0, size["size"], 0, size["size"]))
+    monkeypatch.setattr(
+        failure, "_place", lambda: Place("torchrun", 0, size["size"], 0, size["size"])
+    )
     monkeypatch.setattr(exit_state.exit_state, "explain", None)
     return size
 
@@ -41,18 +43,26 @@ def described(error: Exception) -> failure.Failure:
 
 
 def test_lost_connection_is_torchs_and_needs_another_rank(world: dict[str, int]) -> None:
-    from_tracker, from_torch = (kind("Connection reset by peer") for kind in (ConnectionResetError, RuntimeError))
+    from_tracker, from_torch = (
+        kind("Connection reset by peer") for kind in (ConnectionResetError, RuntimeError)
+    )
     assert not described(from_torch).is_effect
     world["size"] = 2
     assert not described(from_tracker).is_effect
-    for error in (from_torch, RuntimeError("NCCL error: Connection closed by remote peer hostB<4711>")):
+    for error in (
+        from_torch,
+        RuntimeError("NCCL error: Connection closed by remote peer hostB<4711>"),
+    ):
         assert described(error).is_effect
         assert "error: lost the connection to another process" in described(error).line
 
 
 def test_an_explained_failure_is_one_line_and_others_are_tracebacks(world: dict[str, int]) -> None:
     launch.explain_failures(lambda error: "the batch is too large")
-    assert described(OSError(errno.ENOMEM, "Cannot allocate memory")).line == "error: the batch is too large"
+    assert (
+        described(OSError(errno.ENOMEM, "Cannot allocate memory")).line
+        == "error: the batch is too large"
+    )
     assert not described(OSError()).text
     launch.explain_failures()
     unexplained = described(OSError(errno.ENOMEM, "Cannot allocate memory"))

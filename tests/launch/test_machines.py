@@ -22,7 +22,9 @@ FIRST, SECOND, ELSEWHERE = "10.0.0.1", "10.0.0.2", "10.9.9.9"
 
 
 def pretend_network(
-    monkeypatch: pytest.MonkeyPatch, own: Sequence[str] = (), names: Mapping[str, Sequence[str]] | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    own: Sequence[str] = (),
+    names: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
     """Gives this machine the addresses `own` (and 127.0.0.1), and a resolver that knows only `names`."""
     known = {"localhost": ["127.0.0.1"], **(names or {})}
@@ -39,7 +41,10 @@ def pretend_network(
             addresses = known.get(host, [])
         if not addresses:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, int(str(port or 0)))) for address in addresses]
+        return [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, int(str(port or 0))))
+            for address in addresses
+        ]
 
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
@@ -60,8 +65,12 @@ def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
     ) -> Machines:
         pretend_network(monkeypatch, own)
         path = tmp_path / "mine.yaml"
-        path.write_text(yaml.safe_dump({"num_machines": 2, **config}, sort_keys=False), encoding="utf-8")
-        return find_machines(options or {}, yaml.safe_load(path.read_text(encoding="utf-8")), path, env or {})
+        path.write_text(
+            yaml.safe_dump({"num_machines": 2, **config}, sort_keys=False), encoding="utf-8"
+        )
+        return find_machines(
+            options or {}, yaml.safe_load(path.read_text(encoding="utf-8")), path, env or {}
+        )
 
     return find_in_file
 
@@ -86,10 +95,21 @@ def test_unclear_ranks_are_errors(find: Find) -> None:
     ],
 )  # fmt: skip
 def test_source_of_the_rank(
-    find: Find, options: dict[str, str], env: dict[str, str], config: dict[str, int], own: str, rank: int, source: str
+    find: Find,
+    options: dict[str, str],
+    env: dict[str, str],
+    config: dict[str, int],
+    own: str,
+    rank: int,
+    source: str,
 ) -> None:
     machines = find({"main_process_ip": FIRST, **options}, env, own=[own], **config)
-    assert (machines.rank, machines.count, machines.first, source in machines.rank_source) == (rank, 2, FIRST, True)
+    assert (machines.rank, machines.count, machines.first, source in machines.rank_source) == (
+        rank,
+        2,
+        FIRST,
+        True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,8 +117,15 @@ def test_source_of_the_rank(
     [({"machine_rank": "2"}, {}, "--machine_rank"), ({}, {"NODE_RANK": "-1"}, "NODE_RANK"),
      ({}, {"SLURM_NODEID": "77"}, "SLURM_NODEID")],
 )  # fmt: skip
-def test_rank_out_of_range(find: Find, options: dict[str, str], env: dict[str, str], source: str) -> None:
-    says = (f"rank {next(iter({**options, **env}.values()))} ({source})", "mine.yaml", "--machine_rank 0", "up to 1")
+def test_rank_out_of_range(
+    find: Find, options: dict[str, str], env: dict[str, str], source: str
+) -> None:
+    says = (
+        f"rank {next(iter({**options, **env}.values()))} ({source})",
+        "mine.yaml",
+        "--machine_rank 0",
+        "up to 1",
+    )
     refusal(find, {"main_process_ip": FIRST, **options}, env, says=says)
 
 
@@ -114,7 +141,9 @@ def test_placeholder_names_the_file(find: Find, tmp_path: Path) -> None:
         ({}, {"main_process_ip": "10.0.2.2"}, "10.0.2.2"),
     ],
 )
-def test_source_of_the_first_address(find: Find, options: dict[str, str], config: dict[str, Any], first: str) -> None:
+def test_source_of_the_first_address(
+    find: Find, options: dict[str, str], config: dict[str, Any], first: str
+) -> None:
     assert find(options, **config).first == first
 
 
@@ -129,7 +158,9 @@ def test_source_of_the_port(find: Find) -> None:
 @pytest.mark.parametrize("name", ["machine_rank", "main_process_port", "NODE_RANK", "SLURM_NODEID"])
 def test_invalid_number_names_its_source(find: Find, name: str, garbage: str) -> None:
     options, env = ({}, {name: garbage}) if name.isupper() else ({name: garbage}, {})
-    refusal(find, {"main_process_ip": FIRST, **options}, env, own=[FIRST], says=[name, repr(garbage)])
+    refusal(
+        find, {"main_process_ip": FIRST, **options}, env, own=[FIRST], says=[name, repr(garbage)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,7 +178,9 @@ def test_is_this_machine(monkeypatch: pytest.MonkeyPatch, name: str, own: bool) 
     [(FIRST, False, FIRST), ("gpu1", False, FIRST), ("127.0.0.1", True, "127.0.0.1"),
      ("me", True, "127.0.1.1"), ("me", False, FIRST)],  # the machine's own name, on Debian
 )  # fmt: skip
-def test_address_to_serve(monkeypatch: pytest.MonkeyPatch, name: str, local: bool, listens: str) -> None:
+def test_address_to_serve(
+    monkeypatch: pytest.MonkeyPatch, name: str, local: bool, listens: str
+) -> None:
     """Never all addresses."""
     pretend_network(monkeypatch, [FIRST], {"gpu1": [FIRST], "me": ["127.0.1.1"]})
     monkeypatch.setattr(network, "source_address_for", lambda _: None)  # no route
@@ -156,7 +189,9 @@ def test_address_to_serve(monkeypatch: pytest.MonkeyPatch, name: str, local: boo
     refusal(address_to_serve, "me", False, says=["me is 127.0.1.1 here", FIRST, SECOND])
 
 
-@pytest.mark.parametrize(("name", "kind"), [("127.0.0.1", "refused"), ("no-such-machine.invalid", "name")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("127.0.0.1", "refused"), ("no-such-machine.invalid", "name")]
+)
 def test_closed_port_and_unknown_name(name: str, kind: str) -> None:
     with pytest.raises(UnreachableError) as error:
         connect(name, free_port(), 2)
@@ -170,4 +205,6 @@ def test_a_store_listens_on_one_address_and_a_taken_port_is_an_error() -> None:
     assert served.get("a") == b"b"
     with pytest.raises(UnreachableError):
         connect("127.0.0.2", port, 2)
-    refusal(network.serve_store, "127.0.0.1", port, says=[f"port {port} of ", "--main_process_port"])
+    refusal(
+        network.serve_store, "127.0.0.1", port, says=[f"port {port} of ", "--main_process_port"]
+    )

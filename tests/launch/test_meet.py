@@ -14,7 +14,9 @@ NAMES = ["machine 0", "machine 1"]
 REMEDIES = {"missing": "start it", "twin": "pass --machine_rank"}
 
 
-def meeting(hellos: Sequence[Hello], monkeypatch: pytest.MonkeyPatch, seconds: float = 10.0) -> list[Any]:
+def meeting(
+    hellos: Sequence[Hello], monkeypatch: pytest.MonkeyPatch, seconds: float = 10.0
+) -> list[Any]:
     """What `meet` returns or raises for each hello, in threads; the first serves the store."""
     monkeypatch.setattr(module, "_READ_SECONDS", 0.5)
     server = serve_store("127.0.0.1", 0)
@@ -51,6 +53,8 @@ def test_one_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
      "torch is 2.13 on A and 2.12 on B"),
     ([Hello(0, "A", facts={"num_processes": 2}), Hello(1, "B", facts={"num_processes": 4})], "--num_processes"),
 ])  # fmt: skip
-def test_both_raise_what_does_not_match(hellos: list[Hello], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_raise_what_does_not_match(
+    hellos: list[Hello], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     faults = meeting(hellos, monkeypatch)
     assert [fault for fault in faults if says in fault and "\x1b" not in fault] == faults

@@ -40,7 +40,9 @@ by_name = attrgetter("name")
 
 def planned(path: Path | str, **options: str) -> Request:
     words = [f"--{name}={value}" for name, value in options.items()]
-    return plan_launch(split_arguments(["--config_file", str(path), *words])[0], [SCRIPT, "--seed", "3"], {})
+    return plan_launch(
+        split_arguments(["--config_file", str(path), *words])[0], [SCRIPT, "--seed", "3"], {}
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -94,13 +96,23 @@ def test_deepspeed_files(path: Path) -> None:
     assert loaded["zero_optimization"]["stage"] == int(path.stem[4])
     assert ("offload_optimizer" in loaded["zero_optimization"]) == ("offload" in path.stem)
     assert ("offload_param" in loaded["zero_optimization"]) == (path.stem == "zero3_offload")
-    ours = ("gradient_clipping", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size")
+    ours = (
+        "gradient_clipping",
+        "gradient_accumulation_steps",
+        "train_micro_batch_size_per_gpu",
+        "train_batch_size",
+    )
     assert {loaded[name] for name in ours} == {"auto"}
     assert not {"optimizer", "scheduler"} & set(loaded)
-    assert any(f"deepspeed_config_file: ds_configs/{path.name}\n" in config.read_text() for config in CONFIGS)
+    assert any(
+        f"deepspeed_config_file: ds_configs/{path.name}\n" in config.read_text()
+        for config in CONFIGS
+    )
 
 
-@pytest.mark.parametrize("path", [path for path in CONFIGS if path not in TWO_MACHINES], ids=by_name)
+@pytest.mark.parametrize(
+    "path", [path for path in CONFIGS if path not in TWO_MACHINES], ids=by_name
+)
 def test_plan_of_one_machine(path: Path) -> None:
     assert load_config_from_file(str(path)).num_machines == 1  # accelerate itself accepts it
     assert "mixed_precision" not in yaml.safe_load(path.read_text())  # the hardware decides
@@ -108,7 +120,9 @@ def test_plan_of_one_machine(path: Path) -> None:
     assert (request.config_file, request.command()[2:]) == (path, [SCRIPT, "--seed", "3"])
     assert request.processes == (1 if path.stem == "single" else 2)
     assert (request.machines.count, request.machines.rank) == (1, 0)
-    assert deepspeed_file_of(request) == (f"{path.stem}.json" if path.stem.startswith("zero") else None)
+    assert deepspeed_file_of(request) == (
+        f"{path.stem}.json" if path.stem.startswith("zero") else None
+    )
     env = accelerate_environment(request)
     assert ("ACCELERATE_USE_DEEPSPEED" in env, "ACCELERATE_USE_FSDP" in env) == (
         path.stem.startswith("zero"), path.stem == "fsdp2")  # fmt: skip
@@ -118,13 +132,20 @@ def test_plan_of_one_machine(path: Path) -> None:
 def test_plan_of_two_machines(path: Path) -> None:
     config = load_config_from_file(str(path))
     assert (config.num_machines, config.main_process_ip) == (2, PLACEHOLDER)
-    assert config.main_process_port == DEFAULT_PORT != 29500  # the typed `accelerate launch` holds that one
+    assert (
+        config.main_process_port == DEFAULT_PORT != 29500
+    )  # the typed `accelerate launch` holds that one
     left_out = {"num_processes", "machine_rank", "mixed_precision"}
     assert not left_out & set(yaml.safe_load(path.read_text()))
     options = {"main_process_ip": "gpu1.cluster", "machine_rank": "1", "num_processes": "16"}
     request = planned(path, **options, main_process_port="1234")
     machines = request.machines
-    assert (machines.count, machines.rank, machines.first, machines.port) == (2, 1, "gpu1.cluster", 1234)
+    assert (machines.count, machines.rank, machines.first, machines.port) == (
+        2,
+        1,
+        "gpu1.cluster",
+        1234,
+    )
     assert request.processes == 16
     stage = path.stem.partition("_")[2].replace("fsdp2", "")
     assert deepspeed_file_of(request) == (f"{stage}.json" if stage else None)
@@ -132,13 +153,19 @@ def test_plan_of_two_machines(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("devices", "each"), [(0, 1), (8, 8)])
-def test_default_processes_of_two_machines(monkeypatch: pytest.MonkeyPatch, devices: int, each: int) -> None:
+def test_default_processes_of_two_machines(
+    monkeypatch: pytest.MonkeyPatch, devices: int, each: int
+) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
     assert planned(TWO_MACHINES[0], main_process_ip=FIRST, machine_rank="1").processes == 2 * each
 
 
-@pytest.mark.parametrize(("kind", "processes"), [("MULTI_GPU", 8), ("DEEPSPEED", 8), ("MULTI_CPU", 1), ("NO", 1)])
-def test_default_processes_of_one_machine(monkeypatch: pytest.MonkeyPatch, kind: str, processes: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "processes"), [("MULTI_GPU", 8), ("DEEPSPEED", 8), ("MULTI_CPU", 1), ("NO", 1)]
+)
+def test_default_processes_of_one_machine(
+    monkeypatch: pytest.MonkeyPatch, kind: str, processes: int
+) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
     options: Any = SimpleNamespace(num_processes=None)
     assert count_processes(options, {"distributed_type": kind}, Path("mine.yaml"), 1) == processes
@@ -181,13 +208,27 @@ def test_invalid_config_files(config_file: Callable[..., Path], text: str) -> No
 
 def test_options_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # files are found from another folder
-    options = {"num_processes": "7", "max_restarts": "3", "deepspeed_config": "ds_configs/zero3.json"}
+    options = {
+        "num_processes": "7",
+        "max_restarts": "3",
+        "deepspeed_config": "ds_configs/zero3.json",
+    }
     request = planned("accelerate_configs/zero2.yaml", **options)
     assert request.config_file == REPOSITORY / "accelerate_configs/zero2.yaml"
-    assert (request.processes, request.max_restarts, deepspeed_file_of(request)) == (7, 3, "zero3.json")
+    assert (request.processes, request.max_restarts, deepspeed_file_of(request)) == (
+        7,
+        3,
+        "zero3.json",
+    )
 
 
-OTHERS = {"HOME": "/h", "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0", "NCCL_DEBUG": "INFO", "NODE_RANK": "1"}
+OTHERS = {
+    "HOME": "/h",
+    "PATH": "/bin",
+    "CUDA_VISIBLE_DEVICES": "0",
+    "NCCL_DEBUG": "INFO",
+    "NODE_RANK": "1",
+}
 
 
 @pytest.mark.parametrize("outer", [TORCHRUN, DEEPSPEED, OPEN_MPI, SRUN])
@@ -223,7 +264,13 @@ def test_only_local_rank_0_relaunches() -> None:
     assert left.value.code == 0
 
 
-TORCHRUN_8 = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "none"}
+TORCHRUN_8 = {
+    "RANK": "0",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "8",
+    "TORCHELASTIC_RUN_ID": "none",
+}
 
 
 @pytest.mark.parametrize(
@@ -250,7 +297,9 @@ def test_what_would_have_no_effect(
 ) -> None:
     """Each would silently train another way than requested, or a model per machine."""
     line = ["python", "/bin/accelerate", "launch", *before.split(), SCRIPT, *behind.split()]
-    monkeypatch.setattr(environment.psutil, "Process", lambda _: SimpleNamespace(cmdline=lambda: line))
+    monkeypatch.setattr(
+        environment.psutil, "Process", lambda _: SimpleNamespace(cmdline=lambda: line)
+    )
     os.environ.update(outer)
     if says:
         refusal(take_options, [SCRIPT, *behind.split()], None, says=[says])
@@ -267,12 +316,19 @@ def test_what_would_have_no_effect(
 )  # fmt: skip
 @pytest.mark.usefixtures("_no_variables")
 def test_refused_before_a_launch(argument: str, match: str) -> None:
-    refusal(take_options, [SCRIPT, argument], None, match=rf"{argument[2:].partition('=')[0]}.*{match}")
+    refusal(
+        take_options, [SCRIPT, argument], None, match=rf"{argument[2:].partition('=')[0]}.*{match}"
+    )
 
 
-@pytest.mark.parametrize(("option", "usual"), [("rendezvous_timeout", 60), ("ddp_timeout", 1800), ("peer_timeout", 30)])
+@pytest.mark.parametrize(
+    ("option", "usual"), [("rendezvous_timeout", 60), ("ddp_timeout", 1800), ("peer_timeout", 30)]
+)
 @pytest.mark.usefixtures("_no_variables")
 def test_timeouts_reach_the_processes(option: str, usual: int) -> None:
     assert timeout_seconds(option) == usual
-    assert take_options([SCRIPT, f"--{option}", "77", "--seed", "3"], None) == ([SCRIPT, "--seed", "3"], None)
+    assert take_options([SCRIPT, f"--{option}", "77", "--seed", "3"], None) == (
+        [SCRIPT, "--seed", "3"],
+        None,
+    )
     assert timeout_seconds(option) == 77

@@ -21,9 +21,18 @@ def _no_precision(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("capability", "chosen"),
-    [((9, 0), "bf16"), ((8, 6), "bf16"), ((8, 0), "bf16"), ((7, 5), "fp16"), ((7, 0), "fp16"), ((6, 1), "no")],
+    [
+        ((9, 0), "bf16"),
+        ((8, 6), "bf16"),
+        ((8, 0), "bf16"),
+        ((7, 5), "fp16"),
+        ((7, 0), "fp16"),
+        ((6, 1), "no"),
+    ],
 )
-def test_precision_of_a_gpu(capability: tuple[int, int], chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precision_of_a_gpu(
+    capability: tuple[int, int], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -41,7 +50,9 @@ def test_precision_of_a_gpu(capability: tuple[int, int], chosen: str, monkeypatc
         ("AMD EPYC 7763", ["avx2"], "no"),
     ],
 )
-def test_precision_of_a_cpu(name: str, able: list[str], chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precision_of_a_cpu(
+    name: str, able: list[str], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     capabilities = {"cpu_name": name, "num_sockets": 1, **dict.fromkeys(able, True)}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     result, why = precision.auto_precision(None, None)
@@ -63,7 +74,10 @@ def test_precision_of_a_cpu(name: str, able: list[str], chosen: str, monkeypatch
     ],
 )
 def test_precision_of_a_launch_config(
-    launched: dict[str, Any] | None, variable: str | None, chosen: str, monkeypatch: pytest.MonkeyPatch
+    launched: dict[str, Any] | None,
+    variable: str | None,
+    chosen: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if variable:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", variable)
@@ -75,20 +89,33 @@ def test_precision_of_a_launch_config(
 
 
 @pytest.mark.parametrize(("enabled", "chosen"), [(True, "bf16"), ("auto", "CPU"), (False, "CPU")])
-def test_deepspeeds_own_precision(enabled: Any, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps({"bf16": {"enabled": enabled}, "fp16": {"enabled": "auto"}}))
+def test_deepspeeds_own_precision(
+    enabled: Any, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ds.json").write_text(
+        json.dumps({"bf16": {"enabled": enabled}, "fp16": {"enabled": "auto"}})
+    )
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ds.json"))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setattr(precision, "_of_cpu", lambda: ("CPU", ""))
     assert precision.auto_precision({}, None)[0] == chosen
-    with pytest.raises(UserError, match=r"ds\.json enables bf16") if enabled is True else contextlib.nullcontext():
+    with (
+        pytest.raises(UserError, match=r"ds\.json enables bf16")
+        if enabled is True
+        else contextlib.nullcontext()
+    ):
         precision.refuse_other_precision("no")  # accelerate computes in bf16
     precision.refuse_other_precision(chosen)
 
 
 @pytest.mark.parametrize(
     ("device", "setting", "matmul"),
-    [("cuda", "bf16", "high"), ("cuda", "fp16", "high"), ("cuda", "no", "highest"), ("cpu", "bf16", "highest")],
+    [
+        ("cuda", "bf16", "high"),
+        ("cuda", "fp16", "high"),
+        ("cuda", "no", "highest"),
+        ("cpu", "bf16", "highest"),
+    ],
 )
 def test_tf32_follows_the_final_precision(device: str, setting: str, matmul: str) -> None:
     """Whether auto, a resumed checkpoint or `--mixed_precision` chose it."""

@@ -40,10 +40,16 @@ OPTION = "accelerate launch --num_processes"
         ("python launch --num_processes 2 cls.py", None),
     ],
 )
-@pytest.mark.parametrize("own", ["none.yaml", DDP], ids=["no file of the user's", "the user's own file"])
-def test_parse_launch(line: str, requested: tuple[int, str] | None, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "own", ["none.yaml", DDP], ids=["no file of the user's", "the user's own file"]
+)
+def test_parse_launch(
+    line: str, requested: tuple[int, str] | None, own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(config_args, "default_config_file", own)
-    monkeypatch.setattr(environment.psutil, "Process", lambda _: SimpleNamespace(cmdline=line.split))
+    monkeypatch.setattr(
+        environment.psutil, "Process", lambda _: SimpleNamespace(cmdline=line.split)
+    )
     config = parse_launch(accelerate_launch_words() or ["cls.py"])
     if own == DDP and requested is None and "nowhere" not in line:  # names no file
         requested = 2, DDP
@@ -51,19 +57,25 @@ def test_parse_launch(line: str, requested: tuple[int, str] | None, own: str, mo
 
 
 def test_mixed_precision_of_a_launch(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: bf16\n")
+    (tmp_path / "mine.yaml").write_text(
+        "distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: bf16\n"
+    )
     for option, precision in (("", "bf16"), ("--mixed_precision fp16", "fp16")):
         words = f"--config_file {tmp_path}/mine.yaml {option} cls.py".split()
         assert parse_launch(words)["mixed_precision"] == precision
 
 
-def test_command_is_known_after_its_launcher_has_ended(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_is_known_after_its_launcher_has_ended(
+    no_launcher: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`deepspeed` ends at Ctrl-C, and the run prints the command later."""
     lines = ("python3 -m deepspeed.launcher.launch long.py", "/bin/python /bin/deepspeed long.py",
              "timeout 60 deepspeed long.py")  # fmt: skip
     above = [SimpleNamespace(cmdline=line.split) for line in lines]
     monkeypatch.setattr(environment.sys, "argv", ["long.py", "--local_rank=0"])
-    monkeypatch.setattr(environment.psutil, "Process", lambda: SimpleNamespace(parents=lambda: above))
+    monkeypatch.setattr(
+        environment.psutil, "Process", lambda: SimpleNamespace(parents=lambda: above)
+    )
     launch_info.cache_clear()
     assert launch_info()["command"] == "python /bin/deepspeed long.py"
     del above[1:]  # cached
@@ -80,7 +92,10 @@ def test_wrong_world_size(accelerator: Accelerator, monkeypatch: pytest.MonkeyPa
 
 ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 ZERO3 = {"TOOLKIT_DEEPSPEED_CONFIG": "ds_configs/zero3.json"}
-BY_ACCELERATE = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "mine.json"}
+BY_ACCELERATE = {
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "mine.json",
+}
 
 
 @pytest.mark.parametrize(
@@ -90,14 +105,21 @@ BY_ACCELERATE = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFI
      (BY_ACCELERATE | {"ACCELERATE_USE_DEEPSPEED": "1", ACCUMULATION: "auto"}, "accelerate", "mine.json")],
 )  # fmt: skip
 def test_deepspeed_config_after_the_script_is_used(
-    env: dict[str, str], launcher: str, chosen: str, no_launcher: None, monkeypatch: pytest.MonkeyPatch
+    env: dict[str, str],
+    launcher: str,
+    chosen: str,
+    no_launcher: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     for _ in range(2):  # each model of the process
         assert strategy.use_deepspeed(Place(launcher, 0, 1, 0, 1), "cpu")
         assert Path(world.os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).name == chosen
-        assert (world.os.environ["ACCELERATE_USE_DEEPSPEED"], world.os.environ.get(ACCUMULATION)) == ("true", None)
+        assert (
+            world.os.environ["ACCELERATE_USE_DEEPSPEED"],
+            world.os.environ.get(ACCUMULATION),
+        ) == ("true", None)
         monkeypatch.delenv("TOOLKIT_DEEPSPEED_CONFIG", raising=False)
 
 
@@ -121,12 +143,19 @@ def test_keys_of_an_fsdp_config(accelerator: Accelerator, monkeypatch: pytest.Mo
     refusal(world._set_sharded_type, PartialState(), True, says=["fsdp_offload_params", "false"])
     for name, value in ZERO3.items():
         monkeypatch.setenv(name, value)
-    refusal(strategy.use_deepspeed, ALONE, "cpu", says=["--deepspeed_config ds_configs/zero3.json", "FSDP"])
+    refusal(
+        strategy.use_deepspeed,
+        ALONE,
+        "cpu",
+        says=["--deepspeed_config ds_configs/zero3.json", "FSDP"],
+    )
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     refusal(strategy.check_config, match="parallelism_config")
 
 
-def test_a_second_accelerator_is_sharded_too(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_accelerator_is_sharded_too(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On GPUs accelerate looks at the plugin where the type is MULTI_GPU, and then sets it to FSDP."""
     state = PartialState()
     monkeypatch.setattr(state, "distributed_type", DistributedType.FSDP)
@@ -154,7 +183,9 @@ def test_cores_per_process(
 
 
 def test_require_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    others = [(f"rank {rank}", {"mixed precision": name}) for rank, name in ((1, "fp16"), (2, "bf16"))]
+    others = [
+        (f"rank {rank}", {"mixed precision": name}) for rank, name in ((1, "fp16"), (2, "bf16"))
+    ]
     monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: [*mine, *others])
     several: Any = SimpleNamespace(num_processes=3, process_index=0)
     words = "mixed precision is bf16 on rank 0, rank 2 and fp16 on rank 1"
@@ -166,6 +197,8 @@ def test_more_processes_than_gpus(no_launcher: None) -> None:
     for enough in (4, 8):
         world._check_number_of_gpus(place, enough)
     refusal(world._check_number_of_gpus, place, 2, match="4 processes .* 2 GPUs: start 2 in all")
-    refusal(world._check_number_of_gpus, Place("mpirun", 7, 8, 3, 4), 2, match="start 4 in all")  # on two machines
+    refusal(
+        world._check_number_of_gpus, Place("mpirun", 7, 8, 3, 4), 2, match="start 4 in all"
+    )  # on two machines
     world._check_number_of_gpus(Place("srun", 1, 2, 1, 2), 1)  # a scheduler shows each process one
     assert world.os.environ["LOCAL_RANK"] == "0"

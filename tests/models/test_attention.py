@@ -20,7 +20,10 @@ def inputs(dtype: torch.dtype, queries: int = 24, keys: int = 24) -> list[Tensor
     """Query, key, value (B, nh, S, hs) in the layout of a projection, and a gradient of the output."""
     torch.manual_seed(0)
     lengths = (queries, keys, keys, queries)
-    states = [torch.randn(3, length, 4, 16, dtype=torch.float64).transpose(1, 2).to(dtype) for length in lengths]
+    states = [
+        torch.randn(3, length, 4, 16, dtype=torch.float64).transpose(1, 2).to(dtype)
+        for length in lengths
+    ]
     return [each.requires_grad_() for each in states[:3]] + states[3:]
 
 
@@ -35,7 +38,9 @@ def signed_probabilities(context: Tensor) -> Tensor:
     return node.saved_tensors[3]
 
 
-@pytest.mark.parametrize("scores", [300, 1 << 19])  # groups of less than a head, and all heads at once
+@pytest.mark.parametrize(
+    "scores", [300, 1 << 19]
+)  # groups of less than a head, and all heads at once
 @pytest.mark.parametrize("queries", [24, 1])
 @pytest.mark.parametrize("kind", ["none", "keys", "pairs", "added"])
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -52,10 +57,14 @@ def test_outputs_and_gradients_with_dropout(
     query, key, value = exact = [each.detach().double().requires_grad_() for each in states]
     scores_of = 0.3 * query @ key.mT
     if mask is not None:
-        scores_of = scores_of + mask if kind == "added" else scores_of.masked_fill(~mask, -torch.inf)
+        scores_of = (
+            scores_of + mask if kind == "added" else scores_of.masked_fill(~mask, -torch.inf)
+        )
     expected = (scores_of.softmax(-1) * remain / 0.75) @ value
     for ours, theirs in zip(
-        (context, *grads), (expected, *torch.autograd.grad(expected, exact, gradient.double())), strict=True
+        (context, *grads),
+        (expected, *torch.autograd.grad(expected, exact, gradient.double())),
+        strict=True,
     ):
         assert (ours - theirs).norm() <= TOLERANCE[dtype] * theirs.norm()
 
@@ -75,12 +84,16 @@ def test_a_graph_has_two_gradients(dtype: torch.dtype) -> None:
 def test_each_probability_is_dropped_as_often_as_the_others(probability: float) -> None:
     torch.manual_seed(0)
     query = torch.zeros(64, 4, 32, 8, dtype=torch.bfloat16, requires_grad=True)
-    drops = signed_probabilities(scaled_dot_product_attention(query, query, query, None, probability)).signbit()
+    drops = signed_probabilities(
+        scaled_dot_product_attention(query, query, query, None, probability)
+    ).signbit()
     rates = drops.double().mean(0).flatten()  # (nh Q K,), of 64 samples
     deviation = (probability * (1 - probability)) ** 0.5
     assert abs(rates.mean() - probability) < 4 * deviation / drops.numel() ** 0.5
     assert rates.std() == pytest.approx(deviation / 8, rel=0.1)
-    neighbours = torch.corrcoef(torch.stack([drops[..., :-1].flatten().double(), drops[..., 1:].flatten().double()]))
+    neighbours = torch.corrcoef(
+        torch.stack([drops[..., :-1].flatten().double(), drops[..., 1:].flatten().double()])
+    )
     assert neighbours[0, 1].abs() < 0.02
 
 
@@ -112,10 +125,14 @@ def test_recomputed_activations_have_the_same_dropout() -> None:
 @pytest.mark.parametrize("hidden", [False, -torch.inf])
 def test_a_row_that_hides_all_keys_is_finite(hidden: float) -> None:
     *states, gradient = inputs(torch.bfloat16)
-    mask = torch.full((3, 1, 1, 24), hidden is False, dtype=torch.bool if hidden is False else torch.bfloat16)
+    mask = torch.full(
+        (3, 1, 1, 24), hidden is False, dtype=torch.bool if hidden is False else torch.bfloat16
+    )
     mask[0] = hidden
     context = scaled_dot_product_attention(*states, mask, 0.1)
-    assert all(each.isfinite().all() for each in (context, *torch.autograd.grad(context, states, gradient)))
+    assert all(
+        each.isfinite().all() for each in (context, *torch.autograd.grad(context, states, gradient))
+    )
 
 
 def test_torch_func_and_second_derivatives() -> None:
@@ -125,19 +142,28 @@ def test_torch_func_and_second_derivatives() -> None:
         return scaled_dot_product_attention(query, key, value, None, 0.1).square().sum()
 
     assert torch.func.grad(output)(query).shape == query.shape
-    refusal(torch.autograd.grad, output(query.requires_grad_()), query, create_graph=True, says=["eager"])
+    refusal(
+        torch.autograd.grad,
+        output(query.requires_grad_()),
+        query,
+        create_graph=True,
+        says=["eager"],
+    )
 
 
 def test_half_precision_without_dropout_equals_torchs() -> None:
     *states, gradient = inputs(torch.bfloat16)
     mask = mask_of("keys")
     pairs = [
-        (attend(*states, mask), attend) for attend in (scaled_dot_product_attention, F.scaled_dot_product_attention)
+        (attend(*states, mask), attend)
+        for attend in (scaled_dot_product_attention, F.scaled_dot_product_attention)
     ]
     (ours, _), (theirs, _) = pairs
     assert "_Attention" in type(ours.grad_fn).__name__
     assert (ours - theirs).norm() < 1e-2 * theirs.norm()
-    for each, other in zip(*(torch.autograd.grad(out, states, gradient) for out in (ours, theirs)), strict=True):
+    for each, other in zip(
+        *(torch.autograd.grad(out, states, gradient) for out in (ours, theirs)), strict=True
+    ):
         assert (each - other).norm() < 2e-2 * other.norm()
 
 

@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import BigBirdConfig, BigBirdForCausalLM, BigBirdForSequenceClassification, BigBirdModel
+from transformers import (
+    BigBirdConfig,
+    BigBirdForCausalLM,
+    BigBirdForSequenceClassification,
+    BigBirdModel,
+)
 
 from tests.faults import refusal
 from toolkit.models import bigbird
@@ -35,7 +40,10 @@ def _seeded() -> Iterator[None]:
 
 
 def make(
-    family: type = BigBirdForSequenceClassification, training: bool = True, sharpness: float = 40, **changed: Any
+    family: type = BigBirdForSequenceClassification,
+    training: bool = True,
+    sharpness: float = 40,
+    **changed: Any,
 ) -> Any:
     """A small random BigBird with attention far from uniform."""
     model = family(BigBirdConfig(**{**SMALL, **OFF, **changed})).train(training)
@@ -51,7 +59,11 @@ def fast(model: Any, attention: str = "auto") -> Any:
 
 
 def batch(length: int, padding: str = "none", samples: int = 2) -> dict[str, torch.Tensor]:
-    inputs = {"input_ids": torch.randint(3, 50, (samples, length), generator=torch.Generator().manual_seed(length))}
+    inputs = {
+        "input_ids": torch.randint(
+            3, 50, (samples, length), generator=torch.Generator().manual_seed(length)
+        )
+    }
     if padding != "none":
         mask = torch.ones(samples, length, dtype=torch.long)
         mask[0, 0 if padding == "a whole sample" else length - length // 3 :] = 0
@@ -60,7 +72,9 @@ def batch(length: int, padding: str = "none", samples: int = 2) -> dict[str, tor
     return inputs
 
 
-def compare(mine: Any, reference: Any, inputs: dict[str, torch.Tensor], forward: float, backward: float) -> None:
+def compare(
+    mine: Any, reference: Any, inputs: dict[str, torch.Tensor], forward: float, backward: float
+) -> None:
     """Last hidden states, and the gradients of the embedded inputs and of every weight."""
     outputs = []
     for model in (mine, reference):
@@ -69,16 +83,22 @@ def compare(mine: Any, reference: Any, inputs: dict[str, torch.Tensor], forward:
         embedded = encoder.embeddings.word_embeddings(inputs["input_ids"]).detach().requires_grad_()
         others = {name: value for name, value in inputs.items() if name != "input_ids"}
         hidden = encoder(inputs_embeds=embedded, **others).last_hidden_state
-        weights = torch.linspace(-1, 1, hidden.numel(), dtype=torch.float64).view_as(hidden).to(hidden)
+        weights = (
+            torch.linspace(-1, 1, hidden.numel(), dtype=torch.float64).view_as(hidden).to(hidden)
+        )
         (hidden * weights).sum().backward()
-        grads = {name: each.grad for name, each in encoder.named_parameters() if each.grad is not None}
+        grads = {
+            name: each.grad for name, each in encoder.named_parameters() if each.grad is not None
+        }
         outputs.append((hidden.detach(), {"inputs": embedded.grad, **grads}))
     (hidden, grads), (expected_hidden, expected_grads) = outputs
     torch.testing.assert_close(hidden, expected_hidden, rtol=forward, atol=forward)
     assert grads.keys() == expected_grads.keys()
     for name, expected in expected_grads.items():
         scale = expected.abs().max().clamp(min=1.0).item()
-        torch.testing.assert_close(grads[name] / scale, expected / scale, rtol=backward, atol=backward, msg=name)
+        torch.testing.assert_close(
+            grads[name] / scale, expected / scale, rtol=backward, atol=backward, msg=name
+        )
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -89,13 +109,17 @@ def compare(mine: Any, reference: Any, inputs: dict[str, torch.Tensor], forward:
      (1024, "a whole sample", {}), (1024, "both", {"block_size": 16, "num_attention_heads": 4}),
      (4096, "right", {"hidden_size": 4, "num_attention_heads": 1, "num_hidden_layers": 1})],
 )  # fmt: skip
-def test_same_numbers_in_float64(length: int, padding: str, changed: dict[str, int], training: bool) -> None:
+def test_same_numbers_in_float64(
+    length: int, padding: str, changed: dict[str, int], training: bool
+) -> None:
     reference = make(training=training, **changed).double()
     compare(fast(reference), reference, batch(length, padding), 1e-12, 1e-12)
 
 
 @pytest.mark.parametrize(("length", "training"), [(1024, True), (1100, False)])
-def test_same_numbers_by_operators_of_any_device(length: int, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_numbers_by_operators_of_any_device(
+    length: int, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gathered, "_attend", gathered._plain)
     monkeypatch.setattr(gathered, "_attend_backward", gathered._plain_backward)
     monkeypatch.setattr(gathered, "_flash", None)
@@ -152,7 +176,9 @@ def test_full_attention_by_name() -> None:
     by_hand.bert.set_attention_type("original_full")
     compare(by_hand, reference, batch(1024, "right"), 1e-5, 1e-5)
     for each in (model, by_hand):
-        assert each.config.attention_type == "original_full"  # saved: it is loaded as it was trained
+        assert (
+            each.config.attention_type == "original_full"
+        )  # saved: it is loaded as it was trained
     already_full = make(attention_type="original_full")
     compare(fast(already_full, "full"), already_full, batch(800, "right"), 1e-5, 1e-5)
 
@@ -162,7 +188,9 @@ def test_no_tensor_of_size_s_times_s() -> None:
     model = fast(make(hidden_size=4, num_attention_heads=1, num_hidden_layers=1))
     with torch.profiler.profile(profile_memory=True) as profile:
         model(**batch(4096, "right")).logits.sum().backward()
-    sizes = [event.self_cpu_memory_usage for event in profile.events()]  # bytes that an operator allocates
+    sizes = [
+        event.self_cpu_memory_usage for event in profile.events()
+    ]  # bytes that an operator allocates
     assert 0 < max(sizes) <= 4 * 4096 * 8 * 64
 
 
@@ -200,7 +228,9 @@ def test_bfloat16_weights_and_autocast(training: bool) -> None:
     for lowered in (logits, cast):
         assert lowered.dtype == torch.bfloat16
         assert (lowered - expected).abs().max() <= 2 * theirs + 1e-2
-    grads = [each.grad for each in [*lower.parameters(), *model.parameters()] if each.grad is not None]
+    grads = [
+        each.grad for each in [*lower.parameters(), *model.parameters()] if each.grad is not None
+    ]
     assert all(torch.isfinite(grad).all() for grad in grads)
 
 
@@ -220,21 +250,29 @@ def test_errors() -> None:
     refusal(bigbird.install, torch.nn.Linear(2, 2), match="no BigBird encoder")
     decoder = make(BigBirdForCausalLM, attention_type="original_full", is_decoder=True)
     refusal(bigbird.install, decoder, match="no BigBird encoder")
-    refusal(bigbird.install, make(attention_type="original_full"), match="attention_type='block_sparse'")
+    refusal(
+        bigbird.install, make(attention_type="original_full"), match="attention_type='block_sparse'"
+    )
     bigbird.install(model)
     refusal(model, **batch(1024), output_attentions=True, match="output_attentions")
-    refusal(model, **batch(1024), attention_mask=torch.ones(2, 1, 1, 1024), match=r"samples, tokens")
+    refusal(
+        model, **batch(1024), attention_mask=torch.ones(2, 1, 1, 1024), match=r"samples, tokens"
+    )
     refusal(model.bert, match="either input_ids or inputs_embeds")
     narrow = bigbird.install(make(max_position_embeddings=1000))
     refusal(narrow, **batch(999), match="--max_length 960")
 
 
-@pytest.mark.parametrize(("block", "length"), [(64, 1024), (64, 1088), (64, 3072), (64, 4096), (512, 4096)])
+@pytest.mark.parametrize(
+    ("block", "length"), [(64, 1024), (64, 1088), (64, 3072), (64, 4096), (512, 4096)]
+)
 @pytest.mark.parametrize("training", [True, False])
 def test_patterns_that_read_a_block_twice(block: int, length: int, training: bool) -> None:
     """The fused kernel adds their repeats to the scores."""
     pattern = Pattern(0, 12, block, 1, 4096, length, training)
-    assert plan.may_repeat(pattern) == bool((plan.counts(pattern, length // block, "cpu") > 1).any())
+    assert plan.may_repeat(pattern) == bool(
+        (plan.counts(pattern, length // block, "cpu") > 1).any()
+    )
 
 
 def test_random_generators_do_not_change() -> None:
@@ -252,7 +290,10 @@ def test_an_estimate_does_not_change_the_attention() -> None:
     for attention in ("auto", "flex"):
         model = fast(reference, attention)
         plan.cached_tables.cache_clear()
-        one, two = (count_activations(model, {"input_ids": (rows, 1024)}, "cpu", "no", True) for rows in (1, 2))
+        one, two = (
+            count_activations(model, {"input_ids": (rows, 1024)}, "cpu", "no", True)
+            for rows in (1, 2)
+        )
         assert one < two
         assert model.bert.fast_attention == attention
         compare(bigbird.install(model, "gathered"), reference, batch(1024, "right"), 1e-12, 1e-12)
@@ -271,7 +312,9 @@ def test_an_estimate_does_not_change_the_attention() -> None:
 def test_the_mask_of_a_short_batch_is_not_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     """An addition to (B, 1, S, S) would be a pass over as many numbers as a head's scores."""
     sizes: list[int] = []
-    monkeypatch.setattr("toolkit.models.attention._finite", lambda mask: sizes.append(mask.numel()) or _finite(mask))
+    monkeypatch.setattr(
+        "toolkit.models.attention._finite", lambda mask: sizes.append(mask.numel()) or _finite(mask)
+    )
     fast(make(attention_probs_dropout_prob=0.1))(**batch(100, "tail"))
     assert sizes == [200, 200]  # of two layers
 

@@ -38,7 +38,11 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         return graph.forward
 
     real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, **{"backend": backend, **options}))
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda function, **options: real(function, **{"backend": backend, **options}),
+    )
     monkeypatch.setattr(ways, "_compiled_on", lambda device: True)
     monkeypatch.setattr(ways, "_compiles", {})
     ways._compiled.cache_clear()
@@ -53,16 +57,24 @@ BATCHES = [(1, 47), (2, 62), (3, 95), (4, 125), (5, 190), (6, 250), (8, 50)]
 
 def small(training: bool = False) -> Any:
     """With 12 to 64 blocks of 4 tokens, as many as for 4096 tokens in blocks of 64."""
-    sizes: dict[str, Any] = {"block_size": 4, "max_position_embeddings": 256, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {
+        "block_size": 4,
+        "max_position_embeddings": 256,
+        "num_hidden_layers": 2,
+    }
     return make(training=training, **sizes).requires_grad_(False)
 
 
 def assert_same(model: Any, reference: Any, samples: int, length: int) -> None:
     inputs = batch(length, "right" if samples > 1 else "none", samples=samples)
-    torch.testing.assert_close(model(**inputs).logits, reference(**inputs).logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        model(**inputs).logits, reference(**inputs).logits, rtol=1e-4, atol=1e-5
+    )
 
 
-def test_few_shapes_are_compiled_each_once(compiled: list[Any], recwarn: pytest.WarningsRecorder) -> None:
+def test_few_shapes_are_compiled_each_once(
+    compiled: list[Any], recwarn: pytest.WarningsRecorder
+) -> None:
     """And never dense scores, which torch computes by default from the ninth shape on."""
     for training in (False, True):
         reference = small(training)
@@ -79,19 +91,28 @@ def test_few_shapes_are_compiled_each_once(compiled: list[Any], recwarn: pytest.
     assert not [each for each in recwarn if "flex_attention has no kernel" in str(each.message)]
 
 
-LIMITS = {"ours": "2 shapes have been compiled", "torch's": "FailOnRecompileLimitHit", "none": "division by zero"}
+LIMITS = {
+    "ours": "2 shapes have been compiled",
+    "torch's": "FailOnRecompileLimitHit",
+    "none": "division by zero",
+}
 
 
 @pytest.mark.parametrize("limit", LIMITS)
 def test_one_shape_too_many_is_gathered(
-    limit: str, compiled: list[Any], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+    limit: str,
+    compiled: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
 ) -> None:
     if limit == "ours":
         monkeypatch.setattr(ways, "_MAX_SHAPES", 2)
     else:
         real, broken = torch.compile, limit != "torch's"
         more = {"backend": lambda *_: 1 / 0} if broken else {"recompile_limit": 2}
-        monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, **{**options, **more}))
+        monkeypatch.setattr(
+            torch, "compile", lambda function, **options: real(function, **{**options, **more})
+        )
     reference = small()
     model = fast(reference, "flex")
     for samples, length in 2 * BATCHES:
@@ -99,7 +120,9 @@ def test_one_shape_too_many_is_gathered(
     works = sum(ways._compiles.values())
     assert len(compiled) == works == (0 if limit == "none" else 2)  # no kernel can be compiled
     assert len(ways._compiles) > 4
-    (line,) = {str(each.message) for each in recwarn if "flex_attention has no kernel" in str(each.message)}
+    (line,) = {
+        str(each.message) for each in recwarn if "flex_attention has no kernel" in str(each.message)
+    }
     assert LIMITS[limit] in line
     assert "\n" not in line
 
@@ -111,11 +134,15 @@ def test_a_backward_kernel_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPat
     def broken(*_: Any) -> Any:
         raise RuntimeError("no valid choice")
 
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score: Any, mask: Any) -> Any:
+    def attend(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score: Any, mask: Any
+    ) -> Any:
         return torch.nn.functional.scaled_dot_product_attention(query, key, value)
 
     backend = aot_autograd(fw_compiler=lambda graph, inputs: graph.forward, bw_compiler=broken)
-    monkeypatch.setattr(ways, "_compiled", lambda: torch.compile(attend, backend=backend, fullgraph=True))
+    monkeypatch.setattr(
+        ways, "_compiled", lambda: torch.compile(attend, backend=backend, fullgraph=True)
+    )
     monkeypatch.setattr(ways, "_compiled_on", lambda device: True)
     monkeypatch.setattr(ways, "_compiles", {})
     reference = make(num_hidden_layers=1)
@@ -126,7 +153,10 @@ def test_a_backward_kernel_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPat
 
 def test_backward_tiles_divide_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise torch drops the kernel, and gathered attention would take over on such GPUs."""
-    gpus, dtypes = [(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)], (torch.float32, torch.bfloat16, torch.float16)
+    gpus, dtypes = (
+        [(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)],
+        (torch.float32, torch.bfloat16, torch.float16),
+    )
     with ways._backward_tiles():
         choices = V.choices
         for capability, size, dtype in itertools.product(gpus, (32, 64, 128), dtypes):
@@ -134,7 +164,9 @@ def test_backward_tiles_divide_the_blocks(monkeypatch: pytest.MonkeyPatch) -> No
             (config,) = choices.get_flex_attention_bwd_configs(size, dtype)
             tiles = config.block_m1, config.block_n1, config.block_m2, config.block_n2
             assert not any(ways.TILE % tile for tile in tiles)
-            assert config.block_n1 % config.block_m1 == config.block_m2 % config.block_n2 == 0  # as the kernel requires
+            assert (
+                config.block_n1 % config.block_m1 == config.block_m2 % config.block_n2 == 0
+            )  # as the kernel requires
     assert V.choices is not choices
 
 
@@ -145,10 +177,18 @@ def test_a_mask_is_built_once_for_each_pattern(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(plan, "random_blocks", draw)
     monkeypatch.setattr(ways, "_run", lambda inputs, score, mask: inputs[0])
     plan.cached_tables.cache_clear()
-    sizes: dict[str, Any] = {"block_size": 4, "max_position_embeddings": 256, "num_hidden_layers": 3}
-    layers = fast(make(**sizes, hidden_size=4, num_attention_heads=1).requires_grad_(False), "flex").bert.encoder.layer
+    sizes: dict[str, Any] = {
+        "block_size": 4,
+        "max_position_embeddings": 256,
+        "num_hidden_layers": 3,
+    }
+    layers = fast(
+        make(**sizes, hidden_size=4, num_attention_heads=1).requires_grad_(False), "flex"
+    ).bert.encoder.layer
     for training in (True, False, True):
-        for layer, length in itertools.product(layers.train(training), range(48, 260, 4)):  # 53 lengths
+        for layer, length in itertools.product(
+            layers.train(training), range(48, 260, 4)
+        ):  # 53 lengths
             layer.attention(torch.zeros(1, length, 4))
     made = [call.args[0] for call in build.call_args_list]
     # in evaluation all layers read the same blocks

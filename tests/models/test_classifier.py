@@ -37,10 +37,16 @@ def broken(tiny_model: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_model, tmp_path / "broken"))
 
 
-def test_the_encoder_is_loaded_in_float32_also_from_bfloat16(tiny_model: Path, tmp_path: Path) -> None:
-    AutoModelForSequenceClassification.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(tmp_path)
+def test_the_encoder_is_loaded_in_float32_also_from_bfloat16(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    AutoModelForSequenceClassification.from_pretrained(
+        tiny_model, dtype=torch.bfloat16
+    ).save_pretrained(tmp_path)
     model, saved = load(tiny_model), load_file(tiny_model / "model.safetensors")
-    assert all(torch.equal(parameter, saved[name]) for name, parameter in model.bert.named_parameters())
+    assert all(
+        torch.equal(parameter, saved[name]) for name, parameter in model.bert.named_parameters()
+    )
     parameters = [*model.parameters(), *load(tmp_path).parameters()]
     assert {(each.dtype, each.device.type) for each in parameters} == {(torch.float32, "cpu")}
 
@@ -58,7 +64,9 @@ def test_the_config_has_the_labels(tiny_model: Path, labels: Labels, outputs: in
     assert model.config.label2id == {name: place for place, name in enumerate(labels.names)}
 
 
-def test_a_head_of_another_size_is_replaced_and_the_encoder_kept(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_head_of_another_size_is_replaced_and_the_encoder_kept(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     trained = load(tiny_model, THREE)
     with torch.no_grad():
         trained.bert.pooler.dense.weight.fill_(0.5)
@@ -71,15 +79,29 @@ def test_a_head_of_another_size_is_replaced_and_the_encoder_kept(tiny_model: Pat
 
 @pytest.mark.parametrize("family", ["bert", "roberta"])
 def test_a_head_of_the_same_classes_gets_the_order_of_the_data(family: str, tmp_path: Path) -> None:
-    names: Any = {"id2label": dict(enumerate("cab")), "label2id": {name: place for place, name in enumerate("cab")}}
-    trained = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(family, **SIZES, **names)).eval()
+    names: Any = {
+        "id2label": dict(enumerate("cab")),
+        "label2id": {name: place for place, name in enumerate("cab")},
+    }
+    trained = AutoModelForSequenceClassification.from_config(
+        AutoConfig.for_model(family, **SIZES, **names)
+    ).eval()
     torch.nn.init.normal_([*trained.parameters()][-1])  # the head's bias
     trained.save_pretrained(tmp_path)
-    model, ids = load(tmp_path, Labels("single_label_classification", tuple("abc"), ("label",))), torch.tensor([[3, 4]])
+    model, ids = (
+        load(tmp_path, Labels("single_label_classification", tuple("abc"), ("label",))),
+        torch.tensor([[3, 4]]),
+    )
     torch.testing.assert_close(model.eval()(ids).logits, trained(ids).logits[:, [1, 2, 0]])
 
 
-SIZES = {"hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 20, "vocab_size": 30}
+SIZES = {
+    "hidden_size": 24,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "intermediate_size": 20,
+    "vocab_size": 30,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "bert": SIZES,
     "roberta": SIZES,
@@ -119,8 +141,13 @@ def test_freeze_unused_changes_nothing_else(tiny_model: Path) -> None:
 
 
 def test_layers_that_are_dropped_at_random_are_not_frozen() -> None:
-    heads, sizes = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}, {"d_model": 16, "vocab_size": 32}
-    config = AutoConfig.for_model("bart", **heads, **sizes, encoder_layerdrop=0.9, decoder_layerdrop=0.9)
+    heads, sizes = (
+        {"encoder_attention_heads": 2, "decoder_attention_heads": 2},
+        {"d_model": 16, "vocab_size": 32},
+    )
+    config = AutoConfig.for_model(
+        "bart", **heads, **sizes, encoder_layerdrop=0.9, decoder_layerdrop=0.9
+    )
     assert freeze_unused(AutoModelForSequenceClassification.from_config(config)) == []
 
 
@@ -132,16 +159,25 @@ def test_masks_on_a_device_are_not_checked(tiny_model: Path) -> None:
     assert not ignored(torch.ones(2, 3, device="meta"), 3, None)
     assert not masking_utils._ignore_causal_mask_sdpa(torch.ones(2, 3, device="meta"), 3, 3, 0, 0)
     assert masking_utils._ignore_causal_mask_sdpa(torch.ones(2, 3), 3, 3, 0, 0)
-    assert [ignored(mask, 3, None) for mask in (None, torch.ones(2, 3), torch.tensor([[1, 0]]))] == [True, True, False]
+    assert [
+        ignored(mask, 3, None) for mask in (None, torch.ones(2, 3), torch.tensor([[1, 0]]))
+    ] == [True, True, False]
 
 
 def test_an_unused_pooler_is_frozen_when_loaded(tmp_path: Path) -> None:
-    config = AutoConfig.for_model("big_bird", **SIZES, attention_type="original_full", sep_token_id=3)
+    config = AutoConfig.for_model(
+        "big_bird", **SIZES, attention_type="original_full", sep_token_id=3
+    )
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
-    frozen = {name for name, parameter in load(tmp_path).named_parameters() if not parameter.requires_grad}
+    frozen = {
+        name for name, parameter in load(tmp_path).named_parameters() if not parameter.requires_grad
+    }
     assert frozen == {"bert.pooler.weight", "bert.pooler.bias"}
     fault = fault_of(tmp_path, attn_implementation="flash_attention_2")
-    assert "--attn_implementation flash_attention_2: a BigBird has no such attention. It has auto" in fault
+    assert (
+        "--attn_implementation flash_attention_2: a BigBird has no such attention. It has auto"
+        in fault
+    )
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "sdpaa"])
@@ -151,10 +187,15 @@ def test_an_unknown_attention_names_its_setting(tiny_model: Path, name: str) -> 
 
 
 def test_an_attention_that_cannot_train_on_a_cpu_is_loaded(tiny_model: Path) -> None:
-    assert load(tiny_model, attn_implementation="flex_attention").config._attn_implementation == "flex_attention"
+    assert (
+        load(tiny_model, attn_implementation="flex_attention").config._attn_implementation
+        == "flex_attention"
+    )
 
 
-@pytest.mark.parametrize("name", ["bert-base-chinese", "./no/such/folder", "user/no-such-model", "tiny-brt"])
+@pytest.mark.parametrize(
+    "name", ["bert-base-chinese", "./no/such/folder", "user/no-such-model", "tiny-brt"]
+)
 def test_a_name_that_cannot_be_found_offline(name: str, tiny_model: Path) -> None:
     path = str(tiny_model.with_name(name)) if name == "tiny-brt" else name
     nearest = "did you mean tiny-bert?" if name == "tiny-brt" else "cannot be loaded"
@@ -167,10 +208,16 @@ BREAKS: dict[str, Callable[[Path], object]] = {
     "an empty file of weights": lambda folder: (folder / "model.safetensors").write_bytes(b""),
     "no config": lambda folder: (folder / "config.json").unlink(),
     "half a config": lambda folder: (folder / "config.json").write_text('{"model_type"'),
-    "an unknown model": lambda folder: (folder / "config.json").write_text('{"model_type": "nosuch"}'),
+    "an unknown model": lambda folder: (folder / "config.json").write_text(
+        '{"model_type": "nosuch"}'
+    ),
     # only the head may be new: a new encoder would be random
-    "an encoder of another size": lambda folder: edit_json(folder / "config.json", intermediate_size=50),
-    "more layers than in the config": lambda folder: edit_json(folder / "config.json", num_hidden_layers=1),
+    "an encoder of another size": lambda folder: edit_json(
+        folder / "config.json", intermediate_size=50
+    ),
+    "more layers than in the config": lambda folder: edit_json(
+        folder / "config.json", num_hidden_layers=1
+    ),
     "not for texts": lambda folder: (folder / "config.json").write_text('{"model_type": "vit"}'),
 }
 
@@ -182,7 +229,9 @@ def test_a_broken_folder_names_the_setting(broken: Path, kind: str) -> None:
 
 
 def test_a_tokenizer_that_cannot_pad_or_is_missing(broken: Path) -> None:
-    edit_json(broken / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", pad_token=None)
+    edit_json(
+        broken / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", pad_token=None
+    )
     refusal(load_tokenizer, ModelSettings(model_name_or_path=str(broken)), match="no padding token")
     for path in (*broken.glob("tokenizer*"), broken / "vocab.txt"):
         path.unlink()
@@ -191,11 +240,17 @@ def test_a_tokenizer_that_cannot_pad_or_is_missing(broken: Path) -> None:
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "convbert"])
 def test_loading_prints_nothing(
-    family: str, tmp_path: Path, capfd: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    tmp_path: Path,
+    capfd: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = AutoConfig.for_model(family, **FAMILIES.get(family, SIZES))
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
-    logger = logging.getLogger("transformers")  # its handler writes to a stream that pytest does not capture
+    logger = logging.getLogger(
+        "transformers"
+    )  # its handler writes to a stream that pytest does not capture
     monkeypatch.setattr(logger, "propagate", True)
     type(logger).warning_once.cache_clear()  # type: ignore[attr-defined]
     capfd.readouterr()

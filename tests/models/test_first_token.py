@@ -25,14 +25,24 @@ from toolkit.models.classifier import load_saved_classifier
 from toolkit.models.first_token import read_first_token_only
 from toolkit.models.lora import add_lora
 
-SMALL = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 40, "vocab_size": 50}
+SMALL = {
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "intermediate_size": 40,
+    "vocab_size": 50,
+}
 OFF = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def make(family: str, attention: str) -> Any:
     torch.manual_seed(3)
     config = AutoConfig.for_model(family, **SMALL, **OFF, num_labels=3, pad_token_id=0)
-    return AutoModelForSequenceClassification.from_config(config, attn_implementation=attention).double().train()
+    return (
+        AutoModelForSequenceClassification.from_config(config, attn_implementation=attention)
+        .double()
+        .train()
+    )
 
 
 def width_of_last(model: Any, encoder: str = "bert", **options: Any) -> int:
@@ -52,11 +62,16 @@ def test_same_logits_and_gradients(family: str, attention: str, kind: str) -> No
     if kind == "recomputed":
         shortened.gradient_checkpointing_enable({"use_reentrant": False})
     assert read_first_token_only(shortened)
-    inputs = {"input_ids": torch.randint(3, 50, (4, 17), generator=torch.Generator().manual_seed(1))}
+    inputs = {
+        "input_ids": torch.randint(3, 50, (4, 17), generator=torch.Generator().manual_seed(1))
+    }
     if kind == "lora":
         for each in (model, shortened):
             add_lora(each, ModelSettings(lora_r=2, lora_target_modules="all-linear"))
-        moved = {name: weight + 0.1 * torch.randn_like(weight) for name, weight in model.state_dict().items()}
+        moved = {
+            name: weight + 0.1 * torch.randn_like(weight)
+            for name, weight in model.state_dict().items()
+        }
         shortened.load_state_dict(moved)
         model.load_state_dict(shortened.state_dict())
     if kind != "unpadded":
@@ -92,17 +107,29 @@ def watch(model: Any, name: str, register: str) -> None:
 
 # changes of a BERT after which it computes every position
 CHANGES: dict[str, Callable[[Any], Any]] = {
-    "config.output_hidden_states": lambda model: setattr(model.config, "output_hidden_states", True),
+    "config.output_hidden_states": lambda model: setattr(
+        model.config, "output_hidden_states", True
+    ),
     "config.output_attentions": lambda model: setattr(model.config, "output_attentions", True),
-    "hook on the last layer": lambda model: watch(model, "bert.encoder.layer.2", "register_forward_hook"),
-    "hook before its output": lambda model: watch(model, "bert.encoder.layer.2.output", "register_forward_pre_hook"),
-    "hook on its gradient": lambda model: watch(model, "bert.encoder.layer.2", "register_full_backward_hook"),
+    "hook on the last layer": lambda model: watch(
+        model, "bert.encoder.layer.2", "register_forward_hook"
+    ),
+    "hook before its output": lambda model: watch(
+        model, "bert.encoder.layer.2.output", "register_forward_pre_hook"
+    ),
+    "hook on its gradient": lambda model: watch(
+        model, "bert.encoder.layer.2", "register_full_backward_hook"
+    ),
     "hook on the encoder": lambda model: watch(model, "bert.encoder", "register_forward_hook"),
     "hook on the base model": lambda model: watch(model, "bert", "register_forward_hook"),
     "hook on the head": lambda model: watch(model, "bert.pooler", "register_forward_pre_hook"),
     "another head": lambda model: setattr(model.bert, "pooler", Mean()),
-    "a layer more": lambda model: model.bert.encoder.layer.append(copy.deepcopy(model.bert.encoder.layer[0])),
-    "the last layer twice": lambda model: model.bert.encoder.layer.append(model.bert.encoder.layer[-1]),
+    "a layer more": lambda model: model.bert.encoder.layer.append(
+        copy.deepcopy(model.bert.encoder.layer[0])
+    ),
+    "the last layer twice": lambda model: model.bert.encoder.layer.append(
+        model.bert.encoder.layer[-1]
+    ),
     "a layer fewer": lambda model: model.bert.encoder.layer.pop(-1),
 }
 
@@ -116,16 +143,24 @@ def test_every_position_where_it_may_be_read(change: str) -> None:
         CHANGES[change](each)
     assert width_of_last(model) == 9
     ids = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(model(input_ids=ids)[0], reference(input_ids=ids)[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        model(input_ids=ids)[0], reference(input_ids=ids)[0], rtol=1e-12, atol=1e-12
+    )
 
 
 def test_every_position_where_a_call_returns_it() -> None:
     model = make("roberta", "eager")
     assert read_first_token_only(model)
-    for options in ({"output_hidden_states": [-1]}, {"output_hidden_states": True}, {"output_attentions": True}):
+    for options in (
+        {"output_hidden_states": [-1]},
+        {"output_hidden_states": True},
+        {"output_attentions": True},
+    ):
         assert width_of_last(model, "roberta", **options) == 9
         # transformers' hooks remain, inactive
-        assert width_of_last(model, "roberta", output_hidden_states=False, output_attentions=None) == 1
+        assert (
+            width_of_last(model, "roberta", output_hidden_states=False, output_attentions=None) == 1
+        )
     model.classifier = Mean()
     assert width_of_last(model, "roberta") == 9
 
@@ -147,17 +182,24 @@ def test_copied_pickled_compiled_and_with_lora(tmp_path: Path) -> None:
     ids = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(1))
     expected = model(input_ids=ids).logits
     torch.save(model, tmp_path / "model.pt")
-    for each, width in ((copy.deepcopy(model), 1), (torch.load(tmp_path / "model.pt", weights_only=False), 9)):
+    for each, width in (
+        (copy.deepcopy(model), 1),
+        (torch.load(tmp_path / "model.pt", weights_only=False), 9),
+    ):
         assert width_of_last(each, "roberta") == width
         torch.testing.assert_close(each(input_ids=ids).logits, expected)
     states = model(input_ids=ids, output_hidden_states=True).hidden_states[-1]
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(input_ids=ids).logits, expected)
-    torch.testing.assert_close(compiled(input_ids=ids, output_hidden_states=True).hidden_states[-1], states)
+    torch.testing.assert_close(
+        compiled(input_ids=ids, output_hidden_states=True).hidden_states[-1], states
+    )
     torch._dynamo.reset()
     adapted = add_lora(model, ModelSettings(lora_r=2)).eval()
     assert width_of_last(adapted, "base_model.model.roberta") == 1
-    torch.testing.assert_close(adapted(input_ids=ids, output_hidden_states=True).hidden_states[-1], states)
+    torch.testing.assert_close(
+        adapted(input_ids=ids, output_hidden_states=True).hidden_states[-1], states
+    )
     assert states.shape == (2, 9, 24)
 
 
@@ -175,7 +217,9 @@ def test_an_unknown_layer_or_architecture_is_not_changed() -> None:
     with pytest.warns(UserWarning, match="in an unknown way"):
         assert not read_first_token_only(model)
     assert torch.equal(model(input_ids=ids).logits, expected)
-    config = transformers.DistilBertConfig(dim=24, n_layers=1, n_heads=2, hidden_dim=30, vocab_size=50)
+    config = transformers.DistilBertConfig(
+        dim=24, n_layers=1, n_heads=2, hidden_dim=30, vocab_size=50
+    )
     assert not read_first_token_only(transformers.DistilBertForSequenceClassification(config))
 
 
@@ -199,10 +243,16 @@ def main() -> None:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["single", "ddp x2", "zero3 x2", "fsdp2 x2"])
-def test_hooks_of_strategies_do_not_disable_it(way: str, tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
+def test_hooks_of_strategies_do_not_disable_it(
+    way: str, tiny_model: Path, reviews: Path, tmp_path: Path
+) -> None:
     job = ["tests.models.test_first_token", "--model_name_or_path", tiny_model, "--train_file", reviews, "--max_steps",
            2, "--report_to", "none", "--per_device_batch_size", 8]  # fmt: skip
-    jobs = {"plain": job, "recomputed": [*job, "--gradient_checkpointing"], "lora": [*job, "--lora_r", 2]}
+    jobs = {
+        "plain": job,
+        "recomputed": [*job, "--gradient_checkpointing"],
+        "lora": [*job, "--lora_r", 2],
+    }
     layers = AutoConfig.from_pretrained(tiny_model).num_hidden_layers
     for kind, run in run_named_jobs(tmp_path, WAYS[way], jobs).items():
         widths = json.loads((run / "widths.json").read_text())

@@ -26,7 +26,9 @@ def test_embeddings_and_the_first_layers_are_frozen(family: str) -> None:
         freeze_layers(model, count, family)
         expected = {name for name, _ in model.named_parameters() if "embed" in name}
         expected |= {name for layer in outer_layers(model)[:count] for name in names(model, layer)}
-        assert {name for name, each in model.named_parameters() if not each.requires_grad} == expected
+        assert {
+            name for name, each in model.named_parameters() if not each.requires_grad
+        } == expected
         assert expected
 
 
@@ -50,7 +52,9 @@ def test_the_top_layers_are_reinitialized_by_the_seed(family: str) -> None:
     assert all("pooler" in name for name in changed - renewed)
     assert all(torch.equal(states[0][name], states[1][name]) for name in before)
     assert any(not torch.equal(states[0][name], states[2][name]) for name in changed)
-    assert all(abs(float(states[0][name].mean())) < 0.5 for name in changed if name.endswith("bias"))
+    assert all(
+        abs(float(states[0][name].mean())) < 0.5 for name in changed if name.endswith("bias")
+    )
 
 
 @pytest.mark.parametrize("change", [lambda model, n: freeze_layers(model, n, "M"),
@@ -59,20 +63,36 @@ def test_the_top_layers_are_reinitialized_by_the_seed(family: str) -> None:
 def test_more_layers_than_the_model_has(change: Any) -> None:
     refusal(change, tiny("bert"), 3, match="_layers 3: M has only 2 layers")
     refusal(change, tiny("albert"), 1, match="_layers 1: the 2 layers of M share their weights")
-    refusal(freeze_layers, tiny("bert"), 1, "M", reinitialized=2, match="--freeze_layers 1 and --reinit_layers 2")
+    refusal(
+        freeze_layers,
+        tiny("bert"),
+        1,
+        "M",
+        reinitialized=2,
+        match="--freeze_layers 1 and --reinit_layers 2",
+    )
 
 
 def test_kept_layers_are_evenly_spaced() -> None:
     model: Any = torch.nn.Module()
     model.config = AutoConfig.for_model("modernbert", num_hidden_layers=12)
     model.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Dropout()) for _ in range(12))
-    before, kinds, places = list(model.layers), model.config.layer_types, [0, 2, 4, 7, 9, 11]  # as DistilBERT's
+    before, kinds, places = (
+        list(model.layers),
+        model.config.layer_types,
+        [0, 2, 4, 7, 9, 11],
+    )  # as DistilBERT's
     keep_layers(model, 6, "m")
     assert [before.index(layer) for layer in model.layers] == places
-    assert (model.config.num_hidden_layers, model.config.layer_types) == (6, [kinds[place] for place in places])
+    assert (model.config.num_hidden_layers, model.config.layer_types) == (
+        6,
+        [kinds[place] for place in places],
+    )
 
 
-@pytest.mark.parametrize("change", [keep_layers, lambda model, *args: reinit_layers(model, *args, seed=1)])
+@pytest.mark.parametrize(
+    "change", [keep_layers, lambda model, *args: reinit_layers(model, *args, seed=1)]
+)
 def test_layers_in_parts_are_refused(change: Any) -> None:
     config = AutoConfig.for_model("xlm", emb_dim=16, n_layers=4, n_heads=2, n_words=32)
     model = AutoModelForSequenceClassification.from_config(config)
@@ -81,7 +101,14 @@ def test_layers_in_parts_are_refused(change: Any) -> None:
 
 def test_blocks_of_layers() -> None:
     """Funnel's: FSDP2 cannot shard a list."""
-    sizes = {"d_model": 24, "n_head": 2, "d_head": 12, "d_inner": 8, "vocab_size": 50, "num_decoder_layers": 1}
+    sizes = {
+        "d_model": 24,
+        "n_head": 2,
+        "d_head": 12,
+        "d_inner": 8,
+        "vocab_size": 50,
+        "num_decoder_layers": 1,
+    }
     config = AutoConfig.for_model("funnel", block_sizes=[1, 2], **sizes)
     model = AutoModelForSequenceClassification.from_config(config)
     assert {type(layer).__name__ for layer in outer_layers(model)} == {"FunnelLayer"}
@@ -94,5 +121,8 @@ def test_heads_in_a_list_are_no_layers() -> None:
     assert outer_layers(model) == layers
     assert {distances(model)[id(each)] for each in model.heads.parameters()} == {0}
     part: Any = torch.nn.Module()
-    part.encoder, part.heads = model.base_model, torch.nn.ModuleList(torch.nn.Linear(24, 2) for _ in range(3))
+    part.encoder, part.heads = (
+        model.base_model,
+        torch.nn.ModuleList(torch.nn.Linear(24, 2) for _ in range(3)),
+    )
     assert outer_layers(part) == layers

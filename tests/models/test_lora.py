@@ -28,9 +28,14 @@ def test_only_lora_and_the_head_are_trained(tiny_model: Path) -> None:
     model = load(tiny_model, **LORA)
     layers = [f"base_model.model.bert.encoder.layer.{layer}.attention.self.{name}.lora_{matrix}.default.weight"
               for layer in (0, 1) for name in ("query", "value") for matrix in "AB"]  # fmt: skip
-    head = [f"base_model.model.classifier.modules_to_save.default.{name}" for name in ("weight", "bias")]
+    head = [
+        f"base_model.model.classifier.modules_to_save.default.{name}" for name in ("weight", "bias")
+    ]
     assert trained(model) == {*layers, *head}
-    count, total = 8 * 4 * 33 + 3 * 34, sum(tensor.numel() for tensor in load(tiny_model).parameters()) + 8 * 4 * 33
+    count, total = (
+        8 * 4 * 33 + 3 * 34,
+        sum(tensor.numel() for tensor in load(tiny_model).parameters()) + 8 * 4 * 33,
+    )
     line = f"LoRA r=4: {count:,} of {total:,} parameters are trained ({100 * count / total:.1f} %)"
     assert describe(model, ModelSettings(**LORA)) == line
 
@@ -41,7 +46,9 @@ def test_only_lora_and_the_head_are_trained(tiny_model: Path) -> None:
      ("distilbert", {"pre_classifier", "classifier"}), ("modernbert", {"head", "classifier"}),
      ("albert", {"classifier"}), ("convbert", {"classifier"})],
 )  # fmt: skip
-def test_modules_outside_the_encoder_are_fully_trained(family: str, head: set[str], tmp_path: Path) -> None:
+def test_modules_outside_the_encoder_are_fully_trained(
+    family: str, head: set[str], tmp_path: Path
+) -> None:
     config = AutoConfig.for_model(family, **FAMILIES.get(family, SIZES))
     AutoModel.from_config(config).save_pretrained(tmp_path / "base")
     model = load(tmp_path / "base", **LORA).eval()
@@ -54,12 +61,16 @@ def test_modules_outside_the_encoder_are_fully_trained(family: str, head: set[st
     assert any(".lora_A." in name for name in names)
     assert not any(part in name for name in names for part in (".original_module.", ".base_layer."))
     model(input_ids=torch.arange(5, 29).view(2, 12)).logits.sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+    assert all(
+        parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad
+    )
     plain = merge_lora(model, model.state_dict())
     merged = copy.deepcopy(model).merge_and_unload()
     assert plain.keys() == merged.state_dict().keys()
     assert all(torch.equal(plain[name], tensor) for name, tensor in merged.state_dict().items())
-    save_model(Accelerator(cpu=True), model, None, tmp_path / "merged", dtype="bf16")  # rounded once
+    save_model(
+        Accelerator(cpu=True), model, None, tmp_path / "merged", dtype="bf16"
+    )  # rounded once
     for name, tensor in load_file(tmp_path / "merged" / "model.safetensors").items():
         assert torch.equal(tensor, plain[name].to(tensor.dtype)), name
 
@@ -70,7 +81,11 @@ def test_factors_that_cannot_be_merged_are_named(tiny_model: Path) -> None:
     refusal(merge_lora, model, state, match="lora_embedding_A.default cannot be merged")
     check_adapter(model)
     config = model.peft_config["default"]
-    for configs in ({"mine": config}, {"default": config, "mine": config}, {"default": IA3Config()}):
+    for configs in (
+        {"mine": config},
+        {"default": config, "mine": config},
+        {"default": IA3Config()},
+    ):
         model.peft_config = configs
         refusal(check_adapter, model, says=["--lora_r", "merge_and_unload"])
     config.use_dora, model.peft_config = True, {"default": config}
@@ -90,7 +105,12 @@ def test_new_weights_depend_only_on_the_seed(tiny_model: Path, settings: dict[st
 
 
 def test_settings_reach_peft(tiny_model: Path) -> None:
-    settings = {"lora_r": 3, "lora_alpha": 5, "lora_dropout": 0.2, "lora_target_modules": "key, intermediate.dense"}
+    settings = {
+        "lora_r": 3,
+        "lora_alpha": 5,
+        "lora_dropout": 0.2,
+        "lora_target_modules": "key, intermediate.dense",
+    }
     config = load(tiny_model, **settings).peft_config["default"]
     assert (config.r, config.lora_alpha, config.lora_dropout) == (3, 5, 0.2)
     assert config.target_modules == {"key", "intermediate.dense"}

@@ -4,7 +4,12 @@ import copy
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AlbertConfig, AlbertForSequenceClassification, BertConfig, BertForSequenceClassification
+from transformers import (
+    AlbertConfig,
+    AlbertForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+)
 
 from toolkit.models.attention import share_casts
 
@@ -25,12 +30,16 @@ class CastCounter(TorchDispatchMode):
         return output
 
 
-def logits_and_gradient(model: torch.nn.Module, bf16: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+def logits_and_gradient(
+    model: torch.nn.Module, bf16: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
     model.zero_grad()
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         logits = model(input_ids=IDS).logits
     logits.float().square().sum().backward()
-    return logits.detach(), torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+    return logits.detach(), torch.cat(
+        [each.grad.flatten() for each in model.parameters() if each.grad is not None]
+    )
 
 
 def test_each_layer_casts_its_input_once() -> None:

@@ -93,7 +93,9 @@ def outputs_of(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tenso
     return outputs.hidden_states[-1][inputs["attention_mask"].bool()], outputs
 
 
-def same_numbers(source: Path | str, out: Path, auto: Any, inputs: dict[str, torch.Tensor]) -> tuple[Any, Any]:
+def same_numbers(
+    source: Path | str, out: Path, auto: Any, inputs: dict[str, torch.Tensor]
+) -> tuple[Any, Any]:
     """Asserts equal hidden states, and returns all outputs of both."""
     expected, theirs = outputs_of(auto.from_pretrained(source), inputs)
     actual, ours = outputs_of(auto.from_pretrained(out), inputs)
@@ -113,7 +115,12 @@ def test_every_kind_of_bert(bert: Bert, out: Path, kind: str, tied: bool) -> Non
     assert heads == description
     assert f"recipes/bigbird.py --model_name_or_path {out} " in next_line
     count = sum(tensor.numel() for tensor in load_file(out / "model.safetensors").values())
-    assert re.findall(r"[\d,]*\d", wrote.removeprefix(f"wrote {out}: ")) == [f"{count:,}", "128", "48", "56"]
+    assert re.findall(r"[\d,]*\d", wrote.removeprefix(f"wrote {out}: ")) == [
+        f"{count:,}",
+        "128",
+        "48",
+        "56",
+    ]
     assert json.loads((out / "config.json").read_text())["architectures"] == [family]
 
     loading = getattr(transformers, family).from_pretrained(out, output_loading_info=True)[1]
@@ -143,7 +150,11 @@ def test_the_config(bert: Bert, out: Path, tokenizer: Any) -> None:
            "cls": tokenizer.cls_token_id, "pad": tokenizer.pad_token_id}  # fmt: skip
     assert {f"{name}_token_id": value for name, value in ids.items()}.items() <= config.items()
     assert (config["vocab_size"], config["max_position_embeddings"]) == (len(tokenizer), 128)
-    assert (config["attention_type"], config["block_size"], config["num_random_blocks"]) == ("block_sparse", 8, 1)
+    assert (config["attention_type"], config["block_size"], config["num_random_blocks"]) == (
+        "block_sparse",
+        8,
+        1,
+    )
     assert (config["rescale_embeddings"], config["use_bias"]) == (False, True)
     assert str(out.parent) not in json.dumps(config)
 
@@ -159,7 +170,10 @@ def test_the_tokenizer_is_berts(kind: str | None, bert: Bert, out: Path, tmp_pat
     ours = load_tokenizer(ModelSettings(model_name_or_path=str(out)))
     ours.save_pretrained(tmp_path / "again")
     (tmp_path / "again" / "config.json").write_bytes((out / "config.json").read_bytes())
-    for tokenizer in (ours, load_tokenizer(ModelSettings(model_name_or_path=str(tmp_path / "again")))):
+    for tokenizer in (
+        ours,
+        load_tokenizer(ModelSettings(model_name_or_path=str(tmp_path / "again"))),
+    ):
         assert type(tokenizer) is type(theirs)
         assert tokenizer(TEXTS).input_ids == theirs(TEXTS).input_ids
         assert tokenizer.all_special_ids == theirs.all_special_ids
@@ -169,29 +183,45 @@ def test_the_tokenizer_is_berts(kind: str | None, bert: Bert, out: Path, tmp_pat
 @pytest.mark.parametrize(
     ("changed", "sizes", "message"),
     [
-        ({"model_type": "roberta"}, {}, "model_type roberta, and only bert can be converted: use bert-base-chinese"),
+        (
+            {"model_type": "roberta"},
+            {},
+            "model_type roberta, and only bert can be converted: use bert-base-chinese",
+        ),
         ({"model_type": "big_bird"}, {}, "already is a BigBird, with 48 positions"),
         ({"position_embedding_type": "relative_key"}, {}, "position_embedding_type relative_key"),
         ({"is_decoder": True}, {}, "is a decoder"),
         ({"num_hidden_layers": 1}, {}, "do not match its config.json (encoder.layer.1."),
         ({"num_hidden_layers": 3}, {}, "do not match its config.json (bert.encoder.layer.2."),
         ({"hidden_size": 48}, {}, "do not match its config.json"),
-        ({"vocab_size": 200}, {}, "do not match its config.json (bert.embeddings.word_embeddings.weight "),
+        (
+            {"vocab_size": 200},
+            {},
+            "do not match its config.json (bert.embeddings.word_embeddings.weight ",
+        ),
         ({}, {"max_length": 40}, "--max_length 40 is less than the 48 positions"),
         ({}, {"max_length": 100}, "--max_length 100 is not a multiple of --block_size 8: use 104"),
         ({}, {"max_length": 56}, "--max_length 56 is too short for the sparse pattern"),
         ({}, {"block_size": 0}, "both must be at least 1"),
         ({}, {"num_random_blocks": 0}, "both must be at least 1"),
-        ({}, {"max_length": 4096, "block_size": 128, "num_random_blocks": 5}, "the first 1024 tokens"),
+        (
+            {},
+            {"max_length": 4096, "block_size": 128, "num_random_blocks": 5},
+            "the first 1024 tokens",
+        ),
     ],
 )
-def test_unsuitable_models_and_lengths(bert: Bert, out: Path, changed: Any, sizes: Any, message: str) -> None:
+def test_unsuitable_models_and_lengths(
+    bert: Bert, out: Path, changed: Any, sizes: Any, message: str
+) -> None:
     edit_json(bert() / "config.json", **changed)
     assert message in fault_of(out.with_name("bert"), out, **sizes)
     assert not out.exists()
 
 
-def test_a_source_without_tokenizer_or_weights_or_a_missing_one(bert: Bert, out: Path, tmp_path: Path) -> None:
+def test_a_source_without_tokenizer_or_weights_or_a_missing_one(
+    bert: Bert, out: Path, tmp_path: Path
+) -> None:
     source = bert()
     (source / "model.safetensors").unlink()
     for missing in (source, tmp_path / "missing"):
@@ -204,11 +234,16 @@ def test_a_source_without_tokenizer_or_weights_or_a_missing_one(bert: Bert, out:
     assert not out.exists()
 
 
-def test_only_an_unchanged_output_is_replaced(bert: Bert, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_an_unchanged_output_is_replaced(
+    bert: Bert, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, write = bert(), module._write_bigbird
     out.mkdir()
     convert(source, out)  # into an empty folder
-    assert "exists and is not empty: name another folder, or replace it with --overwrite" in fault_of(source, out)
+    assert (
+        "exists and is not empty: name another folder, or replace it with --overwrite"
+        in fault_of(source, out)
+    )
     convert(source, out, max_length=136, overwrite=True)
     table = load_file(out / "model.safetensors")["embeddings.position_embeddings.weight"]
     assert len(table) == 136
@@ -225,7 +260,9 @@ def test_only_an_unchanged_output_is_replaced(bert: Bert, out: Path, monkeypatch
     edit_json(out / "config.json", hidden_act="relu")  # edited
     assert "holds config.json, which" in fault_of(source, out, overwrite=True)
     (out / "meta.json").unlink()
-    assert "holds config.json, model.safetensors, tokenizer.json and 1 more" in fault_of(source, out, overwrite=True)
+    assert "holds config.json, model.safetensors, tokenizer.json and 1 more" in fault_of(
+        source, out, overwrite=True
+    )
     assert len(list(out.iterdir())) == 4
 
 
@@ -255,7 +292,9 @@ def made(settings: ModelSettings) -> Path:
     return Path(str(settings.model_name_or_path))
 
 
-def test_a_recipes_long_model_is_cached(bert: Bert, monkeypatch: pytest.MonkeyPatch, toolkit_cache: Path) -> None:
+def test_a_recipes_long_model_is_cached(
+    bert: Bert, monkeypatch: pytest.MonkeyPatch, toolkit_cache: Path
+) -> None:
     source = bert("BertForMaskedLM")
     settings = long_model(of(source), None)
     path = made(settings)
@@ -263,7 +302,11 @@ def test_a_recipes_long_model_is_cached(bert: Bert, monkeypatch: pytest.MonkeyPa
     assert path.parent == toolkit_cache / "models"
     assert path.name.startswith("bert-bigbird-4096-")
     config = AutoConfig.from_pretrained(path)
-    assert (config.max_position_embeddings, config.block_size, config.num_random_blocks) == (4096, 64, 3)
+    assert (config.max_position_embeddings, config.block_size, config.num_random_blocks) == (
+        4096,
+        64,
+        3,
+    )
     assert long_model(settings, 4096) is settings  # a BigBird already
     assert long_model(ModelSettings(), None) == ModelSettings()
     same_numbers(source, path, AutoModel, batch())
@@ -277,7 +320,10 @@ def test_a_recipes_long_model_is_cached(bert: Bert, monkeypatch: pytest.MonkeyPa
 def test_the_cache_depends_on_length_and_content(bert: Bert) -> None:
     source = bert()
     first = made(long_model(of(source), None))
-    assert AutoConfig.from_pretrained(made(long_model(of(source), 5000))).max_position_embeddings == 5056
+    assert (
+        AutoConfig.from_pretrained(made(long_model(of(source), 5000))).max_position_embeddings
+        == 5056
+    )
     (source / "README.md").write_text("what it is")
     assert made(long_model(of(source), None)) == first
     torch.save(load_file(source / "model.safetensors"), source / "pytorch_model.bin")
@@ -286,7 +332,9 @@ def test_the_cache_depends_on_length_and_content(bert: Bert) -> None:
 
 
 @pytest.mark.usefixtures("toolkit_cache")
-def test_every_process_of_a_group_writes_the_same_model(bert: Bert, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_process_of_a_group_writes_the_same_model(
+    bert: Bert, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the second of two processes, with settings by which transformers loads weights only in the first."""
     source = bert("BertForMaskedLM")
     to_bigbird(str(source), out, SparseSizes())

@@ -20,12 +20,16 @@ LABELS: dict[str, tuple[int, torch.Tensor]] = {
 
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("problem", get_args(ProblemType))
-def test_the_mean_is_transformers_loss(tiny_model: Path, tokenizer: Any, problem: ProblemType, size: int) -> None:
+def test_the_mean_is_transformers_loss(
+    tiny_model: Path, tokenizer: Any, problem: ProblemType, size: int
+) -> None:
     count, labels = LABELS[problem]
     torch.manual_seed(0)
     make: Any = AutoModelForSequenceClassification.from_pretrained
     model, labels = make(tiny_model, num_labels=count, problem_type=problem).eval(), labels[:size]
-    inputs = tokenizer(["good film", "很好", "the price", "dull and bad"][:size], padding=True, return_tensors="pt")
+    inputs = tokenizer(
+        ["good film", "很好", "the price", "dull and bad"][:size], padding=True, return_tensors="pt"
+    )
     output = model(**inputs, labels=labels)
     losses = sample_losses(output.logits, labels, problem)
     assert (losses.shape, losses.dtype) == ((size,), torch.float32)
@@ -40,10 +44,14 @@ def test_label_smoothing_and_pos_weight_are_torchs() -> None:
     logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
     smoothed = sample_losses(logits, labels, "single_label_classification", label_smoothing=0.1)
     assert smoothed.mean() == F.cross_entropy(logits, labels, label_smoothing=0.1)
-    assert not torch.allclose(smoothed, sample_losses(logits, labels, "single_label_classification"))
+    assert not torch.allclose(
+        smoothed, sample_losses(logits, labels, "single_label_classification")
+    )
     labels, weight = LABELS["multi_label_classification"][1], torch.tensor([3.0, 1.0, 0.25])
     losses = sample_losses(logits, labels, "multi_label_classification", pos_weight=weight)
-    assert losses.mean() == pytest.approx(F.binary_cross_entropy_with_logits(logits, labels, pos_weight=weight).item())
+    assert losses.mean() == pytest.approx(
+        F.binary_cross_entropy_with_logits(logits, labels, pos_weight=weight).item()
+    )
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])

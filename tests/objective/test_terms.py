@@ -27,11 +27,15 @@ def logits(seed: int) -> torch.Tensor:
 def test_the_divergence_is_the_mean_of_both_directions() -> None:
     one, other = logits(1), logits(2)
     p, q = one.log_softmax(-1), other.log_softmax(-1)
-    both = F.kl_div(q, p, reduction="none", log_target=True) + F.kl_div(p, q, reduction="none", log_target=True)
+    both = F.kl_div(q, p, reduction="none", log_target=True) + F.kl_div(
+        p, q, reduction="none", log_target=True
+    )
     torch.testing.assert_close(divergence(one, other, SINGLE), both.sum(-1) / 2)
     # multi-label: a binary divergence per label
     two = torch.stack([one, torch.zeros(4, 3)], -1), torch.stack([other, torch.zeros(4, 3)], -1)
-    each = torch.stack([divergence(two[0][:, place], two[1][:, place], SINGLE) for place in range(3)], -1)
+    each = torch.stack(
+        [divergence(two[0][:, place], two[1][:, place], SINGLE) for place in range(3)], -1
+    )
     torch.testing.assert_close(divergence(one, other, MULTI), each.mean(-1))
 
 
@@ -48,9 +52,13 @@ def batch_of(rows: list[list[int]]) -> Any:
 ROWS = [[5, 6, 7, 8], [9, 10, 0, 0], [11, 12, 13, 0]]
 
 
-def objective_of(model: Any, problem_type: Any = SINGLE, losses: Any = None, **terms: Any) -> Objective:
+def objective_of(
+    model: Any, problem_type: Any = SINGLE, losses: Any = None, **terms: Any
+) -> Objective:
     settings = build(TaskSettings, {"model_name_or_path": "m", "train_file": "t.csv", **terms})
-    data = SimpleNamespace(labels=Labels(problem_type, ("a", "b", "c"), ("label",)), pos_weight=None)
+    data = SimpleNamespace(
+        labels=Labels(problem_type, ("a", "b", "c"), ("label",)), pos_weight=None
+    )
     return make_objective(settings, model, data, losses)
 
 
@@ -104,14 +112,21 @@ def test_fgm_moves_a_text_in_fp16_whose_loss_is_small() -> None:
     adversarial = Adversarial(Objective(lambda logits, labels: logits.sum(-1)), model, 0.5)
     adversarial(batch, model(**batch.inputs).logits)
     shift = model.embedded - model.words.weight[batch.inputs["input_ids"]]
-    torch.testing.assert_close(shift.flatten(1).norm(dim=1), torch.full((3,), 0.5), rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        shift.flatten(1).norm(dim=1), torch.full((3,), 0.5), rtol=1e-3, atol=0
+    )
 
 
 def test_fgm_after_another_pass_of_the_recipe() -> None:
     model, batch = tiny("bert"), batch_of(ROWS)
     objective = Adversarial(Objective(loss_fn), model, 0.5)
     earlier, later = (model(**batch.inputs).logits for _ in range(2))
-    refusal(objective, batch, earlier, match="--fgm_epsilon 0.5: call the model for the logits .* after its other")
+    refusal(
+        objective,
+        batch,
+        earlier,
+        match="--fgm_epsilon 0.5: call the model for the logits .* after its other",
+    )
     assert objective(batch, later).isfinite().all()
 
 
@@ -140,7 +155,9 @@ def test_r_drop_adds_the_divergence_of_two_passes() -> None:
     batch = batch_of(ROWS)
     torch.manual_seed(7)
     one, two = (model(**batch.inputs).logits for _ in range(2))
-    expected = (loss_fn(one, batch.labels) + loss_fn(two, batch.labels)) / 2 + 0.3 * divergence(one, two, SINGLE)
+    expected = (loss_fn(one, batch.labels) + loss_fn(two, batch.labels)) / 2 + 0.3 * divergence(
+        one, two, SINGLE
+    )
     torch.manual_seed(7)
     torch.testing.assert_close(trained(model, batch, r_drop_alpha=0.3), expected)
     assert (divergence(one, two, SINGLE) > 0).all()
@@ -156,10 +173,38 @@ def test_a_custom_term_and_terms_that_do_not_fit() -> None:
     torch.testing.assert_close(objective.losses(outputs, batch.labels), expected)
     refusal(objective_of, tiny("bert"), "regression", r_drop_alpha=1, match="--r_drop_alpha")
     for problem_type in ("regression", MULTI):  # inferred from the labels
-        refusal(objective_of, None, problem_type, label_smoothing_factor=0.1, match="--label_smoothing_factor 0.1")
-    refusal(objective_of, None, "regression", teacher="t", distillation_temperature=2, match="temperature 2.0 has no")
-    refusal(Adversarial, Objective(loss_fn), torch.nn.Linear(2, 2), 1, match="Linear has no input embeddings")
-    sizes = {"vocab_size": 30, "d_model": 24, "n_layer": 1, "n_head": 2, "d_inner": 8, "num_labels": 3}
-    sideways = AutoModelForSequenceClassification.from_config(AutoConfig.for_model("xlnet", **sizes))  # (S, B, H)
+        refusal(
+            objective_of,
+            None,
+            problem_type,
+            label_smoothing_factor=0.1,
+            match="--label_smoothing_factor 0.1",
+        )
+    refusal(
+        objective_of,
+        None,
+        "regression",
+        teacher="t",
+        distillation_temperature=2,
+        match="temperature 2.0 has no",
+    )
+    refusal(
+        Adversarial,
+        Objective(loss_fn),
+        torch.nn.Linear(2, 2),
+        1,
+        match="Linear has no input embeddings",
+    )
+    sizes = {
+        "vocab_size": 30,
+        "d_model": 24,
+        "n_layer": 1,
+        "n_head": 2,
+        "d_inner": 8,
+        "num_labels": 3,
+    }
+    sideways = AutoModelForSequenceClassification.from_config(
+        AutoConfig.for_model("xlnet", **sizes)
+    )  # (S, B, H)
     square = batch_of([*ROWS, ROWS[0]])  # four texts of four tokens
     refusal(trained, sideways, square, fgm_epsilon=0.5, says=["XLNet", "--fgm_epsilon"])

@@ -50,7 +50,9 @@ def make_run(
     whole = {"num_samples": count, **numbers}
     per_evaluation = [{"step": step, "split": "validation", **whole} for step in (10, 20, 30, 40)]
     for line in per_evaluation[:-1]:
-        line |= {name: 0.1 for name in ("accuracy", "f1_macro", "f1_micro", "rougeL") if name in numbers}
+        line |= {
+            name: 0.1 for name in ("accuracy", "f1_macro", "f1_micro", "rougeL") if name in numbers
+        }
         line["loss"] = 2 * numbers["loss"]
     write_lines(folder / "metrics.jsonl", per_step)
     write_lines(folder / "eval.jsonl", per_evaluation)
@@ -61,7 +63,10 @@ def make_run(
 def classifier(sharp_model: Path, folder: Path, labels: Labels) -> Path:
     """The sharp BERT with a random head for these labels, saved as a run saves it."""
     torch.manual_seed(1)
-    names: Any = {"id2label": dict(enumerate(labels.names)), "label2id": {n: i for i, n in enumerate(labels.names)}}
+    names: Any = {
+        "id2label": dict(enumerate(labels.names)),
+        "label2id": {n: i for i, n in enumerate(labels.names)},
+    }
     model = AutoModelForSequenceClassification.from_pretrained(
         sharp_model, num_labels=labels.size, problem_type=labels.problem_type, **names
     )

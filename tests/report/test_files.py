@@ -25,7 +25,9 @@ MAIN: Any = SimpleNamespace(is_main_process=True)
 LABELS = Labels("single_label_classification", ("a", "b"), ("label",))
 
 
-EVALUATION = Evaluation("validation", {"loss": 0.5, "note": "x" * 5000}, lambda: iter([{"id": "x" * 5000}]))
+EVALUATION = Evaluation(
+    "validation", {"loss": 0.5, "note": "x" * 5000}, lambda: iter([{"id": "x" * 5000}])
+)
 TABLE = pyarrow.table({"text": ["x" * 90] * 99})
 WRITERS: dict[str, Callable[[Path], object]] = {
     "config.json": lambda run: RunFiles(MAIN, run).mark_stopped(command="x" * 5000),
@@ -40,7 +42,9 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_full_disk_is_an_error_and_leaves_no_draft(name: str, tmp_path: Path, fault: Fault) -> None:
+def test_a_full_disk_is_an_error_and_leaves_no_draft(
+    name: str, tmp_path: Path, fault: Fault
+) -> None:
     run = tmp_path / "run"
     make_run(run, LABELS, [], {"loss": 0.5, "accuracy": 0.75, "f1_macro": 0.7})
     before = {path.name: path.read_bytes() for path in run.iterdir()}
@@ -52,8 +56,14 @@ def test_a_full_disk_is_an_error_and_leaves_no_draft(name: str, tmp_path: Path, 
             WRITERS[name](run)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    ending = rf"finished parts stay in {run / name}\.parts" if "out." in name else "nothing was left behind"
-    assert re.fullmatch(rf"cannot write {run / name}: .*File too large; {ending}", str(caught.value))
+    ending = (
+        rf"finished parts stay in {run / name}\.parts"
+        if "out." in name
+        else "nothing was left behind"
+    )
+    assert re.fullmatch(
+        rf"cannot write {run / name}: .*File too large; {ending}", str(caught.value)
+    )
     assert not list(run.glob("*.parts/*"))
     assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
     fault(f"a full disk while writing {name}", f"error: {caught.value}")
@@ -82,8 +92,12 @@ def test_predictions_of_an_evaluation_that_is_done_again_are_removed(tmp_path: P
         assert (tmp_path / "run" / "predictions.jsonl").exists() == (count == 4)
 
 
-@pytest.mark.parametrize("truncated", [{}, {"max_length": 8}])  # the second is not a result of the run
-def test_no_older_predictions_after_a_kill_within_an_evaluation(tmp_path: Path, truncated: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "truncated", [{}, {"max_length": 8}]
+)  # the second is not a result of the run
+def test_no_older_predictions_after_a_kill_within_an_evaluation(
+    tmp_path: Path, truncated: dict[str, int]
+) -> None:
     make_run(tmp_path / "run", LABELS, [], {"loss": 0.5})
     RunFiles(MAIN, tmp_path / "run").append_evaluation(EVALUATION, 50, **truncated)
     assert (tmp_path / "run" / "predictions.jsonl").exists() == bool(truncated)
@@ -91,7 +105,11 @@ def test_no_older_predictions_after_a_kill_within_an_evaluation(tmp_path: Path, 
 
 def test_repeated_steps_count_once() -> None:
     """A run that resumes at step 30 repeats the steps after it."""
-    lines = [{"step": step, "again": again} for again, first in ((False, 1), (True, 31)) for step in range(first, 41)]
+    lines = [
+        {"step": step, "again": again}
+        for again, first in ((False, 1), (True, 31))
+        for step in range(first, 41)
+    ]
     metrics = latest_per_step(lines)
     assert [line["step"] for line in metrics] == list(range(1, 41))
     assert [line["again"] for line in metrics] == [False] * 30 + [True] * 10

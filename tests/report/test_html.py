@@ -33,7 +33,9 @@ class Page:
 
     def __init__(self, path: Path) -> None:
         self.source = path.read_text(encoding="utf-8")
-        closed = re.sub(rf"<({VOID})\b([^>]*?)/?>", r"<\1\2/>", re.sub("<wbr>|xlink:", "", self.source))
+        closed = re.sub(
+            rf"<({VOID})\b([^>]*?)/?>", r"<\1\2/>", re.sub("<wbr>|xlink:", "", self.source)
+        )
         root = ElementTree.fromstring(closed)
         self.tags = [(element.tag, element.attrib) for element in root.iter()]
         self.rows: dict[str, list[list[str]]] = {}
@@ -43,7 +45,9 @@ class Page:
             if element.tag == "section":
                 section = element.attrib["id"]
             elif element.tag == "tr":
-                cells = ["".join(" ".join(text.split()) for text in cell.itertext()) for cell in element]
+                cells = [
+                    "".join(" ".join(text.split()) for text in cell.itertext()) for cell in element
+                ]
                 self.rows.setdefault(section, []).append(cells)
             elif element.tag in ("style", "script"):
                 element.text = ""
@@ -56,20 +60,35 @@ class Page:
     def loads(self) -> list[str]:
         """The URLs outside the page that a browser would fetch."""
         names = {"src", "srcset", "href", "data", "poster", "action"}
-        urls = [attributes[name] for tag, attributes in self.tags if tag != "a" for name in names & {*attributes}]
+        urls = [
+            attributes[name]
+            for tag, attributes in self.tags
+            if tag != "a"
+            for name in names & {*attributes}
+        ]
         urls += re.findall(r"url\(\s*['\"]?([^)'\"]*)|(@import[^;]*)", self.source)
         return [url for url in map("".join, urls) if url and not url.startswith(("#", "data:"))]
 
 
-def single(names: Sequence[str], chances: np.ndarray, truths: Sequence[int]) -> tuple[list[dict[str, Any]], dict]:
+def single(
+    names: Sequence[str], chances: np.ndarray, truths: Sequence[int]
+) -> tuple[list[dict[str, Any]], dict]:
     """Predictions and numbers of single-label classification from (N, C) probabilities."""
     predictions = [
         {"id": 3 * place, "label": names[truth], "prediction": names[int(row.argmax())],
          "probabilities": [round(float(chance), 6) for chance in row]}
         for place, (row, truth) in enumerate(zip(chances, truths, strict=True))
     ]  # fmt: skip
-    per_class = {name: {"precision": 0.5, "recall": 0.25, "f1": 1 / 3, "support": 7} for name in names}
-    return predictions, {"loss": 0.5, "accuracy": 0.75, "f1_macro": 0.7, "f1_micro": 0.75, "per_class": per_class}
+    per_class = {
+        name: {"precision": 0.5, "recall": 0.25, "f1": 1 / 3, "support": 7} for name in names
+    }
+    return predictions, {
+        "loss": 0.5,
+        "accuracy": 0.75,
+        "f1_macro": 0.7,
+        "f1_micro": 0.75,
+        "per_class": per_class,
+    }
 
 
 @pytest.fixture
@@ -88,7 +107,9 @@ def written(run: Run) -> Page:
     return Page(folder / "report.html")
 
 
-def page_for(folder: Path, labels: Labels | None, lines: list[Any], numbers: Any, texts: Sequence[str] = ()) -> Page:
+def page_for(
+    folder: Path, labels: Labels | None, lines: list[Any], numbers: Any, texts: Sequence[str] = ()
+) -> Page:
     return written((folder, make_run(folder, labels, lines, numbers), list(texts)))
 
 
@@ -135,7 +156,9 @@ def test_a_classification(three: Run) -> None:
 
 
 @pytest.mark.usefixtures("without_charts")
-def test_an_undefined_variable_in_a_features_template(three: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_undefined_variable_in_a_features_template(
+    three: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Forgetful(Feature):
         def page(self, page: Any) -> PagePart:
             return PagePart("{% block section %}{{ worst_of_all }}{% endblock %}", {})
@@ -157,7 +180,9 @@ def test_the_home_folder_becomes_a_tilde(three: Run, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("without_charts")
 @pytest.mark.parametrize("run", ["three", "titles"])
-def test_predictions_of_another_evaluation_are_left_out(run: str, request: pytest.FixtureRequest) -> None:
+def test_predictions_of_another_evaluation_are_left_out(
+    run: str, request: pytest.FixtureRequest
+) -> None:
     """The run was killed between the numbers of its last evaluation and the predictions."""
     folder, last, texts = request.getfixturevalue(run)
     lines = lines_of(folder / "predictions.jsonl")
@@ -184,8 +209,13 @@ def test_two_thousand_classes_have_pairs_only(tmp_path: Path) -> None:
 
 def test_regression(tmp_path: Path) -> None:
     labels = Labels("regression", ("score",), ("score",))
-    predictions = [{"id": row, "label": row / 10, "prediction": row / 10 + (-1) ** row * row / 50} for row in range(30)]
-    page = page_for(tmp_path / "run", labels, predictions, REGRESSION, [f"text {place}" for place in range(30)])
+    predictions = [
+        {"id": row, "label": row / 10, "prediction": row / 10 + (-1) ** row * row / 50}
+        for row in range(30)
+    ]
+    page = page_for(
+        tmp_path / "run", labels, predictions, REGRESSION, [f"text {place}" for place in range(30)]
+    )
     rows = page.rows["mistakes"]
     assert rows[0] == ["row", "text", "true", "predicted", "error"]
     assert [int(row[0]) for row in rows[1:]] == list(range(30, 10, -1))
@@ -194,7 +224,9 @@ def test_regression(tmp_path: Path) -> None:
     assert "confusion" not in page.rows
     assert page.loads() == []
     labels = Labels("regression", ("taste", "price"), ("taste", "price"))
-    predictions = [{"id": place, "label": [place, 2.5], "prediction": [place + 1, 2.0]} for place in range(3)]
+    predictions = [
+        {"id": place, "label": [place, 2.5], "prediction": [place + 1, 2.0]} for place in range(3)
+    ]
     page = page_for(tmp_path / "several", labels, predictions, REGRESSION)
     assert page.rows["mistakes"][1] == ["1", "[0, 2.5]", "[1, 2.0]", "0.75"]
     assert "2 numbers" in page.text
@@ -208,20 +240,37 @@ def test_multi_label(tmp_path: Path) -> None:
         {"id": 5, "label": ["长"], "prediction": ["c"], "probabilities": [0.1, 0.3, 0.6]},
         {"id": 9, "label": [], "prediction": ["a|b", "c"], "probabilities": [0.999, 0.2, 0.6]},
     ]
-    per_class = {name: {"precision": 0.5, "recall": 0.5, "f1": 0.5, "support": 1} for name in labels.names}
-    numbers = {"loss": 0.7, "accuracy": 0.33, "f1_macro": 0.5, "f1_micro": 0.5, "per_class": per_class}
+    per_class = {
+        name: {"precision": 0.5, "recall": 0.5, "f1": 0.5, "support": 1} for name in labels.names
+    }
+    numbers = {
+        "loss": 0.7,
+        "accuracy": 0.33,
+        "f1_macro": 0.5,
+        "f1_micro": 0.5,
+        "per_class": per_class,
+    }
     page = page_for(tmp_path / "run", labels, predictions, numbers, ["fine", "mixed", NASTY])
     loss = -(np.log(0.001) + np.log(0.8) + np.log(0.4)) / 3
     assert page.rows["mistakes"][1:] == [
         ["10", NASTY, "none", "–", "a|b0.999c0.600", f"{loss:.3f}"],
-        ["6", "mixed", "长", "长0.300", "c0.600", f"{-(np.log(0.9) + np.log(0.3) + np.log(0.4)) / 3:.3f}"],
+        [
+            "6",
+            "mixed",
+            "长",
+            "长0.300",
+            "c0.600",
+            f"{-(np.log(0.9) + np.log(0.3) + np.log(0.4)) / 3:.3f}",
+        ],
     ]
     assert "Accuracy (all labels right) 0.3300" in page.text
     assert "confusion" not in page.rows
 
 
 @pytest.mark.parametrize("split", ["validation_first_16", "validation"])
-def test_an_evaluation_on_truncated_texts_has_a_table_and_nothing_else(three: Run, split: str) -> None:
+def test_an_evaluation_on_truncated_texts_has_a_table_and_nothing_else(
+    three: Run, split: str
+) -> None:
     """It is not the last evaluation, nor the best, nor a point of a curve."""
     before = page_of(three[0])
     add_comparison(three[0], split=split)
@@ -231,10 +280,17 @@ def test_an_evaluation_on_truncated_texts_has_a_table_and_nothing_else(three: Ru
         ["the first 128 tokens", "0.7500", "0.7000", "0.5000"],
         ["the first 16 tokens", "0.6250", "0.9900", "0.2500"],
     ]
-    for shown in ("Accuracy 0.7500", "The saved model, step 40, on the 60 samples of validation", "All 4 evaluations"):
+    for shown in (
+        "Accuracy 0.7500",
+        "The saved model, step 40, on the 60 samples of validation",
+        "All 4 evaluations",
+    ):
         assert shown in page.text
     assert page.rows["mistakes"] == before.rows["mistakes"]
-    charts = [source[source.index('id="curves"') :].split("</section>")[0] for source in (before.source, page.source)]
+    charts = [
+        source[source.index('id="curves"') :].split("</section>")[0]
+        for source in (before.source, page.source)
+    ]
     assert charts[0] == charts[1]
 
 
@@ -296,10 +352,16 @@ def test_diverged_run(three: Run, written_as: str) -> None:
     folder, last, _ = three
     lines = lines_of(folder / "metrics.jsonl")
     for line in lines[10:]:
-        line |= {"loss": float("nan"), "grad_norm": float("inf")} if written_as == "NaN" else {"loss": None}
+        line |= (
+            {"loss": float("nan"), "grad_norm": float("inf")}
+            if written_as == "NaN"
+            else {"loss": None}
+        )
     write_lines(folder / "metrics.jsonl", lines)
     text = (folder / "predictions.jsonl").read_text()
-    (folder / "predictions.jsonl").write_text(re.sub(r"\[0\.\d+, 0\.\d+, 0\.\d+\]", f"[{written_as}, 0.5, 0.5]", text))
+    (folder / "predictions.jsonl").write_text(
+        re.sub(r"\[0\.\d+, 0\.\d+, 0\.\d+\]", f"[{written_as}, 0.5, 0.5]", text)
+    )
     last.numbers["loss"] = float("nan") if written_as == "NaN" else None
     assert f"Loss {'nan' if written_as == 'NaN' else '–'}" in written(three).text
 
@@ -310,7 +372,9 @@ def test_the_report_of_a_folder(three: Run) -> None:
     (folder / "report.html").unlink()
     assert page_of(folder).source == before
     refusal(write_report_of_folder, folder / "nothing", match="is not a run folder")
-    lines = lines_of(folder / "eval.jsonl")  # a killed run, whose last evaluation is not of the saved model
+    lines = lines_of(
+        folder / "eval.jsonl"
+    )  # a killed run, whose last evaluation is not of the saved model
     lines[1]["f1_macro"] = 0.9
     write_lines(folder / "eval.jsonl", lines)
     text = page_of(folder).text
@@ -321,8 +385,15 @@ def test_the_report_of_a_folder(three: Run) -> None:
                                   folder_page=lambda path: path / "report.html")  # fmt: skip
         folds.setattr(html, "features", lambda: [explain])
         write_report_of_folder(folder, Namespace(run=folder, explain=1))
-        refusal(write_report_of_folder, folder, Namespace(run=folder, explain=5), says=["--explain", str(folder)])
-    (folder / "eval.jsonl").unlink()  # one killed before its first evaluation, in the middle of a line
+        refusal(
+            write_report_of_folder,
+            folder,
+            Namespace(run=folder, explain=5),
+            says=["--explain", str(folder)],
+        )
+    (
+        folder / "eval.jsonl"
+    ).unlink()  # one killed before its first evaluation, in the middle of a line
     (folder / "predictions.jsonl").unlink()
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 41, "lo')
@@ -345,12 +416,22 @@ def test_slices_with_significantly_more_errors(three: Run) -> None:
 def test_tuned_decisions_are_drawn_and_abstained_rows_are_not_mistakes(three: Run) -> None:
     folder, last, texts = three
     lines = lines_of(folder / "predictions.jsonl")
-    write_lines(folder / "predictions.jsonl", [line | {"prediction": None} for line in lines[:50]] + lines[50:])
-    page = written((folder, Evaluation(last.split, last.numbers | {"decisions": DECISIONS}, None), texts))
+    write_lines(
+        folder / "predictions.jsonl",
+        [line | {"prediction": None} for line in lines[:50]] + lines[50:],
+    )
+    page = written(
+        (folder, Evaluation(last.split, last.numbers | {"decisions": DECISIONS}, None), texts)
+    )
     assert ["Expected calibration error", "0.2000", "0.1000"] in page.rows["decisions"]
     assert page.source.count("<svg") > 2
-    assert len(page.rows["mistakes"]) - 1 == sum(line["label"] != line["prediction"] for line in lines[50:])
-    wrong = sum(max(zip(line["probabilities"], CHINESE, strict=True))[1] != line["label"] for line in lines[:50])
+    assert len(page.rows["mistakes"]) - 1 == sum(
+        line["label"] != line["prediction"] for line in lines[50:]
+    )
+    wrong = sum(
+        max(zip(line["probabilities"], CHINESE, strict=True))[1] != line["label"]
+        for line in lines[:50]
+    )
     assert f"The 50 samples without an answer are not listed; for {wrong} of them the" in page.text
     assert "10 of 60 are answered, and of those 90.0 % are right" in page.text
 

@@ -22,11 +22,19 @@ from toolkit.report.comparison import compare
 from toolkit.report.html import write_report
 
 WIDTHS = (375, 768, 1280)
-NAMES = ("Computers and Electronics", "Clothing, Shoes and Jewelry", "Office_Products_and_Stationery", "surprise", "书")
+NAMES = (
+    "Computers and Electronics",
+    "Clothing, Shoes and Jewelry",
+    "Office_Products_and_Stationery",
+    "surprise",
+    "书",
+)
 LABELS = Labels("single_label_classification", NAMES, ("label",))
 Measured = dict[tuple[str, int], dict[str, Any]]
 """(page, width) -> the result of the script `MEASURE`."""
-TEXT = f"{NASTY} https://example.com/a/very/long/address/without/any/space/in/it?and=query&more=things"
+TEXT = (
+    f"{NASTY} https://example.com/a/very/long/address/without/any/space/in/it?and=query&more=things"
+)
 MEASURE = """<script>
 onload = () => {
   document.body.textContent = JSON.stringify([...document.querySelectorAll("iframe")].map(frame => {
@@ -65,7 +73,9 @@ onload = () => {
 def report(folder: Path) -> Path:
     chances = np.random.default_rng(0).dirichlet(np.ones(5), 60)
     lines, numbers = single(NAMES, chances, [place % 5 for place in range(60)])
-    last = make_run(folder, LABELS, [line | {"prediction": None} for line in lines[:20]] + lines[20:], numbers)
+    last = make_run(
+        folder, LABELS, [line | {"prediction": None} for line in lines[:20]] + lines[20:], numbers
+    )
     add_comparison(folder)
     groups = {"来源": ["web" if line["label"] == line["prediction"] else NASTY for line in lines]}
     whole = Evaluation(last.split, last.numbers | {"decisions": DECISIONS}, None)
@@ -77,7 +87,10 @@ def comparison(folder: Path) -> Path:
     folder.mkdir()
     runs = []
     for place, rate in enumerate((1e-5, 1e-5, 3e-5)):
-        run, lines = folder / f"learning_rate_{rate}_warmup_{place}", predictions(0.1 + 0.05 * place, place)
+        run, lines = (
+            folder / f"learning_rate_{rate}_warmup_{place}",
+            predictions(0.1 + 0.05 * place, place),
+        )
         runs.append(made(run, lines, seed=place, data_seed=1, learning_rate=rate))
     write_page(folder / "compare.html", *compare(runs))
     return folder / "compare.html"
@@ -87,7 +100,9 @@ def folds(folder: Path) -> Path:
     folder.mkdir()
     (folder / "folds.json").write_text('{"folds": 2, "digest": "x"}')
     for fold in (1, 2):
-        lines, numbers = single(NAMES, np.eye(5)[np.arange(60) % 5] * 0.9 + 0.02, [5 * (p < 9) // 5 for p in range(60)])
+        lines, numbers = single(
+            NAMES, np.eye(5)[np.arange(60) % 5] * 0.9 + 0.02, [5 * (p < 9) // 5 for p in range(60)]
+        )
         lines = [line | {"id": 60 * (fold - 1) + place} for place, line in enumerate(lines)]
         make_run(folder / f"fold-{fold}", LABELS, lines, numbers)
         more = {"fold": fold, "tokens": 20, "sources": {}, "text_digest": "x", "text": TEXT}
@@ -102,7 +117,11 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     if browser is None:
         pytest.skip("no browser")
     folder = tmp_path_factory.mktemp("pages")
-    pages = {"report": report(folder / "run"), "compare": comparison(folder / "runs"), "folds": folds(folder / "folds")}
+    pages = {
+        "report": report(folder / "run"),
+        "compare": comparison(folder / "runs"),
+        "folds": folds(folder / "folds"),
+    }
     keys = [(name, width) for name in pages for width in WIDTHS]
     frames = "".join(
         f'<iframe style="width:{width}px;height:900px;border:0" srcdoc="{html.escape(pages[name].read_text())}">'
@@ -137,7 +156,9 @@ def test_bars_do_not_cover_their_numbers(width: int, measured: Measured) -> None
     bars = measured["report", width]["bars"]
     assert len(bars) >= 5
     for bar in bars:
-        if calc := re.match(r"calc\(100% - ([\d.]+)px\)", bar["size"]):  # it starts at x, and ends at x + 100 % - this
+        if calc := re.match(
+            r"calc\(100% - ([\d.]+)px\)", bar["size"]
+        ):  # it starts at x, and ends at x + 100 % - this
             assert bar["number_left"] < float(calc[1]) - float(bar["x"].removesuffix("px"))
         else:
             assert bar["number_bottom"] <= bar["top"]

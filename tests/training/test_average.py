@@ -13,14 +13,19 @@ def test_weights_and_average_are_swapped_bit_for_bit() -> None:
     torch.manual_seed(0)
     module = torch.nn.Linear(3, 2)
     plain = copy.deepcopy(module)
-    state, averaged = LiveState(module, torch.optim.AdamW(module.parameters(), lr=0.1), torch.device("cpu")), None
+    state, averaged = (
+        LiveState(module, torch.optim.AdamW(module.parameters(), lr=0.1), torch.device("cpu")),
+        None,
+    )
     other = torch.optim.AdamW(plain.parameters(), lr=0.1)
     average, expected = Average(lambda: state, 0.7), None
     for step in range(1, 30):
         for model, optimizer in ((module, state.optimizer), (plain, other)):
             optimizer.zero_grad()
             bias = model.bias if step > 5 else None  # has no gradient at first
-            torch.nn.functional.linear(torch.full((1, 3), float(step)), model.weight, bias).square().sum().backward()
+            torch.nn.functional.linear(
+                torch.full((1, 3), float(step)), model.weight, bias
+            ).square().sum().backward()
             optimizer.step()
         average.update(step)
         weight = plain.weight.detach()

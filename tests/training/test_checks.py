@@ -15,15 +15,24 @@ from tests.training.test_optimizer import accelerator_with, tiny
 from toolkit.config import TrainingSettings
 from toolkit.training.checks import check_parameters, check_scheduler
 from toolkit.training.loop_checks import refuse_changes, refuse_foreign_parameters
-from toolkit.training.optimizer import custom_scheduler, make_optimizer, make_scheduler, parameter_groups
+from toolkit.training.optimizer import (
+    custom_scheduler,
+    make_optimizer,
+    make_scheduler,
+    parameter_groups,
+)
 from toolkit.training.shard_checks import check_functions, check_hooks, refuse_copies, refuse_shards
 from toolkit.training.steps import _explanation
 
 SETTINGS = TrainingSettings()
 
 
-def check(model: torch.nn.Module, parameters: Any, settings: TrainingSettings = SETTINGS, **kind: Any) -> None:
-    check_parameters(accelerator_with(**kind), model, torch.optim.SGD(parameters, lr=0.1), settings, 10)
+def check(
+    model: torch.nn.Module, parameters: Any, settings: TrainingSettings = SETTINGS, **kind: Any
+) -> None:
+    check_parameters(
+        accelerator_with(**kind), model, torch.optim.SGD(parameters, lr=0.1), settings, 10
+    )
 
 
 def test_a_loss_depends_on_a_parameter_outside_the_model() -> None:
@@ -40,7 +49,12 @@ def test_a_loss_depends_on_a_parameter_outside_the_model() -> None:
 
 def test_the_optimizer_has_exactly_the_trainable_parameters() -> None:
     model, temperature = tiny("bert"), torch.nn.Parameter(torch.ones(7))
-    refusal(check, model, [*model.parameters(), temperature], says=["of shape (7,)", "docs/your-own-recipe.md"])
+    refusal(
+        check,
+        model,
+        [*model.parameters(), temperature],
+        says=["of shape (7,)", "docs/your-own-recipe.md"],
+    )
     head = [*model.classifier.parameters()]  # type: ignore[union-attr]
     names = ["bert.embeddings.word_embeddings.weight", "--freeze_layers", "--unfreeze_every"]
     refusal(check, model, head, says=[*names, "lacks", "more"])
@@ -78,16 +92,29 @@ def test_the_optimizer_and_the_scheduler_are_prepared(
     scheduler = make_scheduler(optimizer, SETTINGS, 10)
     own = custom_scheduler(optimizer, lambda inner: StepLR(inner, 2))
     cosine = TrainingSettings(lr_scheduler_type="cosine")
-    for each, settings in ((scheduler, SETTINGS), (own, SETTINGS), (make_scheduler(optimizer, cosine, 10), cosine)):
+    for each, settings in (
+        (scheduler, SETTINGS),
+        (own, SETTINGS),
+        (make_scheduler(optimizer, cosine, 10), cosine),
+    ):
         check_scheduler(accelerator, optimizer, each, settings)
     assert not capsys.readouterr().err
     check_scheduler(accelerator, optimizer, own, cosine)
     assert "--lr_scheduler_type cosine" in capsys.readouterr().err
     says = ["LambdaLR", "custom_scheduler"]
-    refusal(check_scheduler, accelerator, accelerator.prepare(other), scheduler, SETTINGS, says=says)
+    refusal(
+        check_scheduler, accelerator, accelerator.prepare(other), scheduler, SETTINGS, says=says
+    )
     raw = StepLR(optimizer, 2)
     for wrong in (raw, accelerator.prepare(raw)):
-        refusal(check_scheduler, accelerator, optimizer, wrong, SETTINGS, says=["StepLR", "custom_scheduler"])
+        refusal(
+            check_scheduler,
+            accelerator,
+            optimizer,
+            wrong,
+            SETTINGS,
+            says=["StepLR", "custom_scheduler"],
+        )
 
 
 @pytest.mark.parametrize("trains", [True, False])
@@ -97,13 +124,21 @@ def test_requires_grad_changes_while_training(trains: bool) -> None:
     check(model, [each for each in model.parameters() if each.requires_grad])
     refuse_changes(model)
     model.base_model.embeddings.requires_grad_(trains)  # type: ignore[operator, union-attr]
-    refusal(refuse_changes, model, says=["bert.embeddings.word_embeddings.weight", "more", "--unfreeze_every"])
+    refusal(
+        refuse_changes,
+        model,
+        says=["bert.embeddings.word_embeddings.weight", "more", "--unfreeze_every"],
+    )
     model.base_model.embeddings.requires_grad_(not trains)  # type: ignore[operator, union-attr]
     refuse_changes(model, first=True)
     model.classifier = torch.nn.Linear(2, 2)
-    refusal(refuse_changes, model, first=True, says=["classifier.weight, classifier.bias", "before"])
+    refusal(
+        refuse_changes, model, first=True, says=["classifier.weight, classifier.bias", "before"]
+    )
     model.classifier = model.base_model.embeddings.LayerNorm  # type: ignore[union-attr]
-    refusal(refuse_changes, model, first=True, says=["classifier.weight, classifier.bias", "before"])
+    refusal(
+        refuse_changes, model, first=True, says=["classifier.weight, classifier.bias", "before"]
+    )
 
 
 def test_requires_grad_changes_after_fsdp2_has_replaced_parameters() -> None:
@@ -123,11 +158,15 @@ def test_fsdp2_cannot_shard_a_scalar() -> None:
     refusal(check, model, model.parameters(), is_fsdp2=True, says=["scale", "shape (1,)"])
 
 
-def test_unfreezing_needs_groups_by_layer_and_enough_steps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unfreezing_needs_groups_by_layer_and_enough_steps(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     model, settings = tiny("bert"), TrainingSettings(unfreeze_every=4)
     refusal(check, model, model.parameters(), settings, says=["--unfreeze_every 4", "gradual=True"])
     check(model, parameter_groups(model, 0.1, gradual=True), settings)
-    assert "1 of 4 groups stay frozen for all 10 steps" in capsys.readouterr().err  # the embeddings, at step 12
+    assert (
+        "1 of 4 groups stay frozen for all 10 steps" in capsys.readouterr().err
+    )  # the embeddings, at step 12
     check(model, parameter_groups(model, 0.1, gradual=True), TrainingSettings(unfreeze_every=3))
     assert not capsys.readouterr().err
 
@@ -171,7 +210,9 @@ def test_a_state_dict_of_shards_is_refused_and_a_gathered_one_is_not() -> None:
     assert model.state_dict().keys() == {"scale", "whole"}
 
 
-@pytest.mark.parametrize("layer", [torch.nn.Linear(4, 2), torch.nn.Linear(4, 2, bias=False), torch.nn.LayerNorm(4)])
+@pytest.mark.parametrize(
+    "layer", [torch.nn.Linear(4, 2), torch.nn.Linear(4, 2, bias=False), torch.nn.LayerNorm(4)]
+)
 def test_a_frozen_part_in_16_bits_under_a_head_in_fp32(layer: torch.nn.Module) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), layer.bfloat16())
     with pytest.raises(RuntimeError) as crash:
@@ -191,8 +232,13 @@ def test_a_frozen_part_in_16_bits_under_a_head_in_fp32(layer: torch.nn.Module) -
 def test_a_hook_that_clips(
     change: Any, is_linear: bool, where: str, dtype: torch.dtype, request: pytest.FixtureRequest
 ) -> None:
-    static = {"forward": lambda _, value: value.view_as(value), "backward": lambda _, gradient: change(gradient)}
-    function: Any = type("Function", (torch.autograd.Function,), {key: staticmethod(static[key]) for key in static})
+    static = {
+        "forward": lambda _, value: value.view_as(value),
+        "backward": lambda _, gradient: change(gradient),
+    }
+    function: Any = type(
+        "Function", (torch.autograd.Function,), {key: staticmethod(static[key]) for key in static}
+    )
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).to(dtype)
     if where == "module":
         model[1].register_full_backward_hook(lambda _, gradients, __: tuple(map(change, gradients)))
@@ -200,7 +246,9 @@ def test_a_hook_that_clips(
         model[1].register_full_backward_pre_hook(lambda _, gradients: tuple(map(change, gradients)))
     elif where == "every module":
         hook = torch.nn.modules.module.register_module_full_backward_hook(
-            lambda _, gradients, __: tuple(each if each is None else change(each) for each in gradients)
+            lambda _, gradients, __: tuple(
+                each if each is None else change(each) for each in gradients
+            )
         )
         request.addfinalizer(hook.remove)
     with check_hooks(model):

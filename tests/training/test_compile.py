@@ -26,14 +26,21 @@ from toolkit.objective.adversarial import Adversarial
 from toolkit.objective.losses import sample_losses
 from toolkit.training.prepare import compile_layers
 
-TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+TINY = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
 
 
 @pytest.fixture
 def models(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Two equal classifiers, the second of which is compiled."""
     compile_it = torch.nn.Module.compile  # a C++ compiler takes minutes
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda part, **how: compile_it(part, backend="aot_eager", **how))
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda part, **how: compile_it(part, backend="aot_eager", **how)
+    )
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     labels = Labels("single_label_classification", ("a", "b"), ())
@@ -49,9 +56,14 @@ def test_layers_are_compiled_in_place_for_any_length(models: list[Any]) -> None:
     plain, compiled = models
     assert list(compiled.state_dict()) == list(plain.state_dict())
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, compiled)]
-    for step, (texts, width) in enumerate([(3, 9), (4, 17), (2, 40), (1, 9), (5, 131), (3, 8), (3, 33), (7, 21)]):
+    for step, (texts, width) in enumerate(
+        [(3, 9), (4, 17), (2, 40), (1, 9), (5, 131), (3, 8), (3, 33), (7, 21)]
+    ):
         ids = torch.randint(5, 127, (texts, width), generator=torch.Generator().manual_seed(step))
-        inputs = {"input_ids": ids, **({"attention_mask": (ids % 9 > 0).long()} if step % 2 else {})}
+        inputs = {
+            "input_ids": ids,
+            **({"attention_mask": (ids % 9 > 0).long()} if step % 2 else {}),
+        }
         losses = []
         for model, optimizer in zip((plain, compiled), optimizers, strict=True):
             loss = model.train()(**inputs).logits.square().mean()
@@ -61,29 +73,40 @@ def test_layers_are_compiled_in_place_for_any_length(models: list[Any]) -> None:
             losses.append(loss.item())
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
         with torch.no_grad():
-            torch.testing.assert_close(compiled.eval()(**inputs).logits, plain.eval()(**inputs).logits)
+            torch.testing.assert_close(
+                compiled.eval()(**inputs).logits, plain.eval()(**inputs).logits
+            )
     # two kinds of layers x training or not x a mask or none x several texts or one
     assert 2 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 16
 
 
 @pytest.mark.slow
-def test_two_gradients_of_a_compiled_graph(models: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_gradients_of_a_compiled_graph(
+    models: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`--fgm_epsilon`: torch compiles for one by default, and raises at the other."""
     monkeypatch.setattr(torch._functorch.config, "donated_buffer", True)
     losses = partial(sample_losses, problem_type="single_label_classification")
-    inputs = {"input_ids": torch.randint(5, 127, (3, 9), generator=torch.Generator().manual_seed(0))}
+    inputs = {
+        "input_ids": torch.randint(5, 127, (3, 9), generator=torch.Generator().manual_seed(0))
+    }
     batch = SimpleNamespace(inputs=inputs, labels=torch.tensor([0, 1, 0]), token_samples=None)
     results = []
     for model in models:
         objective = Adversarial(Objective(losses), model, 0.5)
         loss = objective(batch, model(**inputs).logits).mean()
         loss.backward()
-        results.append([loss.detach(), *(each.grad for each in model.parameters() if each.requires_grad)])
+        results.append(
+            [loss.detach(), *(each.grad for each in model.parameters() if each.requires_grad)]
+        )
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
 def test_unsuitable_models_and_strategies() -> None:
-    bert, sparse = BertModel(BertConfig(**TINY, vocab_size=9)), BigBirdModel(BigBirdConfig(**TINY, vocab_size=9))
+    bert, sparse = (
+        BertModel(BertConfig(**TINY, vocab_size=9)),
+        BigBirdModel(BigBirdConfig(**TINY, vocab_size=9)),
+    )
     for config, model, why in (({}, bert, "ZeRO-3 gathers each weight"), (None, sparse, "BigBird")):
         message = f"--torch_compile cannot be used: .*{why}.*leave it out"
         refusal(compile_layers, accelerator_with(config, stage=3), model, match=message)
@@ -106,6 +129,8 @@ def test_runs_resume_with_and_without_it(way: str, tiny_job: list[str], tmp_path
     assert re.search("torch_compile: on a CPU", log)
     for name in ("on", "off"):
         assert losses_of(tmp_path / name) == pytest.approx(losses_of(tmp_path / "plain"), rel=1e-5)
-        assert json.loads((tmp_path / name / "config.json").read_text())["settings"]["torch_compile"] == (name == "on")
+        assert json.loads((tmp_path / name / "config.json").read_text())["settings"][
+            "torch_compile"
+        ] == (name == "on")
     with safe_open(tmp_path / "on" / "model" / "model.safetensors", "pt") as mine:
         assert not [key for key in mine.keys() if "_orig_mod" in key]  # noqa: SIM118

@@ -13,7 +13,9 @@ from toolkit.training.dropout import _CHUNK, bernoulli
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 1e-4])
 def test_frequency_and_independence(dtype: torch.dtype, p: float) -> None:
-    drawn = bernoulli(torch.empty(4 * _CHUNK + 3, dtype=dtype), p, generator=torch.Generator().manual_seed(1)).float()
+    drawn = bernoulli(
+        torch.empty(4 * _CHUNK + 3, dtype=dtype), p, generator=torch.Generator().manual_seed(1)
+    ).float()
     assert set(drawn.unique().tolist()) == {0.0, 1.0}
     deviation = math.sqrt(p * (1 - p) / len(drawn))
     assert abs(drawn.mean() - p) < 4 * deviation + 2**-17
@@ -34,7 +36,11 @@ def test_shapes_and_probabilities() -> None:
     assert set(bernoulli(transposed, 0.3).unique().tolist()) == {0.0, 1.0}
     assert abs(transposed.mean() - 0.3) < 0.01
     assert bernoulli(torch.empty(0), 0.3).shape == (0,)
-    assert [bernoulli(torch.empty(9), p).mean().item() for p in (0.0, 1.0, 1 - 1e-9)] == [0.0, 1.0, 1.0]
+    assert [bernoulli(torch.empty(9), p).mean().item() for p in (0.0, 1.0, 1 - 1e-9)] == [
+        0.0,
+        1.0,
+        1.0,
+    ]
     for p in (-0.1, 1.1):
         with pytest.raises(RuntimeError, match=str(p)):
             bernoulli(torch.empty(2), p)

@@ -17,7 +17,13 @@ from tests.splits import of_lengths
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
 from toolkit.training import estimate
-from toolkit.training.estimate import STRATEGIES, Memory, count_activations, fit_batch_size, memory_of
+from toolkit.training.estimate import (
+    STRATEGIES,
+    Memory,
+    count_activations,
+    fit_batch_size,
+    memory_of,
+)
 from toolkit.training.optimizer import make_optimizer
 from toolkit.training.steps import make_schedule
 from toolkit.utils import memory
@@ -42,21 +48,27 @@ def model(tiny_model: Path) -> Any:
     return AutoModelForSequenceClassification.from_pretrained(tiny_model)
 
 
-def activations(model: Any, samples: int, length: int, precision: str = "no", autocast: bool = True) -> int:
+def activations(
+    model: Any, samples: int, length: int, precision: str = "no", autocast: bool = True
+) -> int:
     return count_activations(model, {"input_ids": (samples, length)}, "cpu", precision, autocast)
 
 
 def test_activations_are_counted_at_their_largest() -> None:
     size = activations(Layers(), 3, 1000)
     hidden, one_hot = 4 * 3000 * 512, 4 * 3000 * 8  # float32
-    assert hidden + one_hot < size < 2.2 * hidden  # backward holds the hidden states and their gradient
+    assert (
+        hidden + one_hot < size < 2.2 * hidden
+    )  # backward holds the hidden states and their gradient
     assert activations(Layers(), 6, 1000) == pytest.approx(2 * size, rel=0.01)
 
 
 def test_a_model_whose_steps_depend_on_values() -> None:
     """As Longformer's."""
     layers = Layers()
-    layers.register_forward_pre_hook(lambda *each: each[2]["input_ids"].sum().item() and None, with_kwargs=True)
+    layers.register_forward_pre_hook(
+        lambda *each: each[2]["input_ids"].sum().item() and None, with_kwargs=True
+    )
     refusal(activations, layers, 3, 10, says=["memory of Layers", "--per_device_batch_size"])
 
 
@@ -74,15 +86,21 @@ def test_half_precision_frozen_layers_and_recomputation_take_less(model: Any) ->
 def test_padding_masks_on_a_gpu(model: Any) -> None:
     shapes, layers = {"input_ids": (4, 100)}, len(model.bert.encoder.layer)
     assert estimate._mask_bytes(model, shapes, torch.bfloat16) == layers * 4 * 100 * 100 * 2
-    assert estimate._mask_bytes(model, {"input_ids": (1, 100)}, torch.bfloat16) == 0  # a single text has none
+    assert (
+        estimate._mask_bytes(model, {"input_ids": (1, 100)}, torch.bfloat16) == 0
+    )  # a single text has none
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert estimate._mask_bytes(model, shapes, torch.float32) == 4 * 100 * 100 * 4
 
 
-def sharded(model: Any, settings: TrainingSettings, device: str = "cuda", **zero: Any) -> dict[str, Memory]:
+def sharded(
+    model: Any, settings: TrainingSettings, device: str = "cuda", **zero: Any
+) -> dict[str, Memory]:
     """Strategy -> memory of each of 4 processes in bf16."""
     section = {"reduce_bucket_size": 1000, "overlap_comm": True, **zero}
-    return {name: memory_of(name, 4, model, settings, section, "bf16", 7, device) for name in STRATEGIES}
+    return {
+        name: memory_of(name, 4, model, settings, section, "bf16", 7, device) for name in STRATEGIES
+    }
 
 
 def test_what_the_strategies_shard(model: Any) -> None:
@@ -93,11 +111,15 @@ def test_what_the_strategies_shard(model: Any) -> None:
     assert memory["zero1"] == Memory(2 * total, 2 * total, 3 * total, 6000, 7)
     assert memory["zero2"] == Memory(2 * total, total / 2, 3 * total, 6000, 7)
     assert memory["zero2_offload"] == Memory(2 * total, 0, 0, 6000, 7)
-    assert memory["zero3"] == Memory(total / 2, total / 2, 3 * total, 2 * total, 7)  # gathered weights
+    assert memory["zero3"] == Memory(
+        total / 2, total / 2, 3 * total, 2 * total, 7
+    )  # gathered weights
     assert memory["zero3_offload"] == Memory(0, 0, 0, 2 * total, 7)
     assert sharded(model, coarse, "cpu")["zero3_offload"] == memory["zero3"]
     assert memory["fsdp2"].weights == total
-    assert memory["fsdp2"].gradients == 5 * total  # a shard, and unsharded ones until the last micro-batch
+    assert (
+        memory["fsdp2"].gradients == 5 * total
+    )  # a shard, and unsharded ones until the last micro-batch
     assert sharded(model, coarse, stage3_max_reuse_distance=total)["zero3"].buffers == 0
     average = sharded(model, TrainingSettings(ema_decay=0.9))
     assert (average["ddp"].optimizer, average["zero2"].optimizer) == (12 * total, 4 * total)
@@ -105,7 +127,9 @@ def test_what_the_strategies_shard(model: Any) -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd"])
 def test_state_of_the_optimizers(model: Any, name: str) -> None:
-    settings = TrainingSettings(optimizer=name, optimizer_args="momentum=0.9" if name == "sgd" else None)
+    settings = TrainingSettings(
+        optimizer=name, optimizer_args="momentum=0.9" if name == "sgd" else None
+    )
     optimizer = make_optimizer(model, settings)
     for weight in model.parameters():
         weight.grad = torch.ones_like(weight)
@@ -124,33 +148,64 @@ def test_fp32_weights_under_autocast_and_a_reduction_in_each_micro_batch(model: 
     assert memory["zero3"] == Memory(total, total, 2 * total, 4 * total, 7)
     assert memory["fsdp2"].weights == memory["fsdp2"].gradients == total
     averaged = sharded(model, TrainingSettings(ema_decay=0.9))
-    more = {name: averaged[name].optimizer - memory[name].optimizer for name in ("ddp", "zero2", "zero3", "fsdp2")}
+    more = {
+        name: averaged[name].optimizer - memory[name].optimizer
+        for name in ("ddp", "zero2", "zero3", "fsdp2")
+    }
     assert more == {"ddp": 4 * total, "zero2": total, "zero3": total, "fsdp2": total}
     # accumulated unsharded, or in shards: ZeRO-2's of all micro-batches and of one
-    for half, each, zero2, zero3 in ((False, None, 4, 5), (False, True, 2, 1), (True, None, 1, 0.5)):
-        settings = TrainingSettings(per_device_batch_size=4, sync_each_batch=each, half_precision_weights=half)
+    for half, each, zero2, zero3 in (
+        (False, None, 4, 5),
+        (False, True, 2, 1),
+        (True, None, 1, 0.5),
+    ):
+        settings = TrainingSettings(
+            per_device_batch_size=4, sync_each_batch=each, half_precision_weights=half
+        )
         memory = sharded(model, settings)
-        assert (memory["zero2"].gradients, memory["zero3"].gradients) == (zero2 * total, zero3 * total)
-        assert (memory["single"].buffers, memory["ddp"].buffers) == (0, 0 if each else 4 * total)  # DDP's buckets
+        assert (memory["zero2"].gradients, memory["zero3"].gradients) == (
+            zero2 * total,
+            zero3 * total,
+        )
+        assert (memory["single"].buffers, memory["ddp"].buffers) == (
+            0,
+            0 if each else 4 * total,
+        )  # DDP's buckets
 
 
-def fit(model: Any, tokenizer: Any, usable: int, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> TrainingSettings:
+def fit(
+    model: Any, tokenizer: Any, usable: int, monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> TrainingSettings:
     monkeypatch.setattr(estimate, "usable_memory", lambda device, processes: usable)
     settings = {"global_batch_size": 50, "per_device_batch_size": "auto", **settings}
-    return fit_batch_size(Accelerator(cpu=True), model, of_lengths(LENGTHS), tokenizer, TrainingSettings(**settings))
+    return fit_batch_size(
+        Accelerator(cpu=True), model, of_lengths(LENGTHS), tokenizer, TrainingSettings(**settings)
+    )
 
 
-def test_auto_keeps_the_global_batch(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    settings = [fit(model, tokenizer, megabytes * 10**6, monkeypatch) for megabytes in (8, 16, 1000)]
+def test_auto_keeps_the_global_batch(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    settings = [
+        fit(model, tokenizer, megabytes * 10**6, monkeypatch) for megabytes in (8, 16, 1000)
+    ]
     sizes = [each.micro_batch_size for each in settings]
     assert 1 <= sizes[0] < sizes[1] < sizes[2] == 50
     assert all(50 % size == 0 or -(-50 // -(-50 // size)) == size for size in sizes)
-    assert f"--per_device_batch_size auto: {sizes[0]} (texts of up to 131 tokens, 8 MB" in capsys.readouterr().err
+    assert (
+        f"--per_device_batch_size auto: {sizes[0]} (texts of up to 131 tokens, 8 MB"
+        in capsys.readouterr().err
+    )
     schedules = [make_schedule(each, of_lengths(LENGTHS), 1) for each in settings]
     assert [schedule.accumulation for schedule in schedules] == [-(-50 // size) for size in sizes]
     assert {schedule.total_steps for schedule in schedules} == {schedules[0].total_steps}
-    assert fit(model, tokenizer, 8 * 10**6, monkeypatch, max_tokens_per_batch=131).micro_batch_size == 50
-    with pytest.raises(UserError, match=r"not even one text of 131 tokens fits .*--gradient_checkpointing true"):
+    assert (
+        fit(model, tokenizer, 8 * 10**6, monkeypatch, max_tokens_per_batch=131).micro_batch_size
+        == 50
+    )
+    with pytest.raises(
+        UserError, match=r"not even one text of 131 tokens fits .*--gradient_checkpointing true"
+    ):
         fit(model, tokenizer, 10**5, monkeypatch)
 
 
@@ -165,7 +220,9 @@ def test_the_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert estimate.usable_memory("cpu", 2) == (1000 - 900 + 700) / 2 / 2
 
 
-@pytest.mark.parametrize("section", [None, {}, {"device": None}, {"device": "none"}, {"device": "cpu"}])
+@pytest.mark.parametrize(
+    "section", [None, {}, {"device": None}, {"device": "none"}, {"device": "cpu"}]
+)
 def test_strategy_of_an_offload_section(section: dict[str, Any] | None) -> None:
     zero = {"stage": 2, "offload_optimizer": section}
     plugin = SimpleNamespace(zero_stage=2, deepspeed_config={"zero_optimization": zero})
@@ -176,7 +233,10 @@ def test_strategy_of_an_offload_section(section: dict[str, Any] | None) -> None:
 
 def test_a_number_is_kept_and_an_unresolved_auto_is_an_error(tokenizer: Any) -> None:
     settings = TrainingSettings(per_device_batch_size=3)
-    assert fit_batch_size(Accelerator(cpu=True), Layers(), of_lengths(LENGTHS), tokenizer, settings) is settings
+    assert (
+        fit_batch_size(Accelerator(cpu=True), Layers(), of_lengths(LENGTHS), tokenizer, settings)
+        is settings
+    )
     with pytest.raises(UserError, match="--per_device_batch_size auto"):
         make_schedule(TrainingSettings(per_device_batch_size="auto"), of_lengths(LENGTHS), 1)
 

@@ -24,11 +24,15 @@ SHARDED, ZERO, ZERO3 = ("zero2", "zero3", "fsdp2"), ("zero2", "zero3"), ("zero3"
 class Model(torch.nn.Module):
     def __init__(self, wide: int = 200) -> None:
         super().__init__()
-        self.embedding, self.one, self.two = (torch.nn.Linear(wide, wide + place) for place in range(3))
+        self.embedding, self.one, self.two = (
+            torch.nn.Linear(wide, wide + place) for place in range(3)
+        )
 
 
 def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
-    matrices, vectors = ([each for each in model.parameters() if (each.ndim > 1) is kind] for kind in (True, False))
+    matrices, vectors = (
+        [each for each in model.parameters() if (each.ndim > 1) is kind] for kind in (True, False)
+    )
     return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
 
 
@@ -52,13 +56,19 @@ class Rule(torch.optim.Optimizer):
             for parameter in group["params"]:
                 state = self.state[parameter]
                 state["step"] = state.get("step", 0) + 1
-                parameter.sub_(self.rule(parameter, parameter.grad, state, group), alpha=group["lr"])
+                parameter.sub_(
+                    self.rule(parameter, parameter.grad, state, group), alpha=group["lr"]
+                )
 
 
 def projected(weight: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any) -> torch.Tensor:
     """AdamP (Heo et al., 2021): only where a gradient is at right angles to a whole parameter that a norm follows."""
     along = (weight * gradient).sum() / weight.norm()
-    return gradient - along * weight / weight.norm() if along.abs() < 0.01 * gradient.norm() else gradient
+    return (
+        gradient - along * weight / weight.norm()
+        if along.abs() < 0.01 * gradient.norm()
+        else gradient
+    )
 
 
 def factored(weight: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any) -> torch.Tensor:
@@ -83,7 +93,10 @@ RULES: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
     "right angles": (projected, SHARDED),
     "only of many rows": (factored, SHARDED),
     "only late": (lambda w, g, s, group: g / g.norm() if s["step"] == 11 else g, SHARDED),
-    "only of large gradients": (lambda w, g, s, group: g / max(1.0, float(g.norm()) / 100), SHARDED),
+    "only of large gradients": (
+        lambda w, g, s, group: g / max(1.0, float(g.norm()) / 100),
+        SHARDED,
+    ),
     "a step size of its own": (growing, SHARDED),
     "the calls, counted in each group": (lambda w, g, s, group: g / group["count"], ZERO3),
     "the calls, counted by the optimizer": (lambda w, g, s, group: g / group["calls"], ZERO),
@@ -99,7 +112,9 @@ class Clipping(Rule):
         super().__init__(params, lambda w, g, s, group: g)
 
     def step(self, closure: Any = None) -> None:
-        torch.nn.utils.clip_grad_norm_([each for group in self.param_groups for each in group["params"]], 0.1)
+        torch.nn.utils.clip_grad_norm_(
+            [each for group in self.param_groups for each in group["params"]], 0.1
+        )
         super().step()
 
 
@@ -114,13 +129,28 @@ class Early(Rule):
 
 
 # of torch.optim: those that work on shards, and those that need whole parameters
-ELEMENTWISE = ("Adadelta", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+ELEMENTWISE = (
+    "Adadelta",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
 WHOLE = ("Adafactor", "Adagrad", "Muon")
 OTHERS = ("LBFGS", "SparseAdam")  # fail in any loop
 
 
 def test_all_optimizers_of_pytorch_are_tested() -> None:
-    kinds = {name for name, kind in vars(torch.optim).items() if inspect.isclass(kind) and name != "Optimizer"}
+    kinds = {
+        name
+        for name, kind in vars(torch.optim).items()
+        if inspect.isclass(kind) and name != "Optimizer"
+    }
     assert kinds == {*ELEMENTWISE, *WHOLE, *OTHERS}
 
 
@@ -165,8 +195,16 @@ def test_optimizers_that_fail_in_the_loop(name: str) -> None:
     ("rule", "saved"),
     [
         (lambda weight, gradient, state, group: gradient / state["step"], True),
-        (lambda weight, gradient, state, group: gradient / group["count"] + torch.randn_like(gradient), True),
-        (lambda weight, gradient, state, group: gradient / group["calls"], False),  # of an attribute
+        (
+            lambda weight, gradient, state, group: (
+                gradient / group["count"] + torch.randn_like(gradient)
+            ),
+            True,
+        ),
+        (
+            lambda weight, gradient, state, group: gradient / group["calls"],
+            False,
+        ),  # of an attribute
         (lambda weight, gradient, state, group: gradient * (1 + (group["calls"] % 5 == 0)), False),
     ],
 )
@@ -236,7 +274,9 @@ def test_optimizers_that_cannot_be_copied_are_refused_for_shards_only() -> None:
         (lambda groups: Rule(groups, RULES["rows"][0]), {2, 3}),
     ],
 )
-def test_the_error_names_a_strategy_and_an_optimizer_that_work(make: Any, refused: set[Any]) -> None:
+def test_the_error_names_a_strategy_and_an_optimizer_that_work(
+    make: Any, refused: set[Any]
+) -> None:
     for strategy in (0, 2, 3, "fsdp2"):
         config = {} if strategy in (2, 3) else None
         accelerator = accelerator_with(config, stage=strategy, is_fsdp2=strategy == "fsdp2")

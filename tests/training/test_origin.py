@@ -48,7 +48,9 @@ def run(tmp_path: Path) -> Path:
         ({"output_dir": "run", "resume": "nothing"}, "auto"),
     ],
 )
-def test_a_resumed_runs_precision(options: Any, expected: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_runs_precision(
+    options: Any, expected: str, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(run / "checkpoints", 8, **FACTS, mixed_precision="fp16")
     monkeypatch.chdir(run.parent)
     assert precision_of(TrainingSettings(**options)) == expected
@@ -64,7 +66,10 @@ def step_of(origin: Origin) -> int | None:
 
 
 def test_auto_and_no(run: Path, tmp_path: Path) -> None:
-    other = {"settings": {**SETTINGS, "learning_rate": 1.0, "new_setting": 3}, "identity": {**IDENTITY, "new": 1}}
+    other = {
+        "settings": {**SETTINGS, "learning_rate": 1.0, "new_setting": 3},
+        "identity": {**IDENTITY, "new": 1},
+    }
     for facts in (FACTS, other):  # other settings may differ
         assert step_of(choose_origin("auto", run / "checkpoints", facts)) == 6
     assert choose_origin("auto", tmp_path / "new" / "checkpoints", FACTS) == Origin()
@@ -73,7 +78,13 @@ def test_auto_and_no(run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("path", "expected"),
-    [("", 6), ("checkpoints", 6), ("checkpoints/step-00000002", 2), ("checkpoints/best", 4), ("checkpoints/last", 6)],
+    [
+        ("", 6),
+        ("checkpoints", 6),
+        ("checkpoints/step-00000002", 2),
+        ("checkpoints/best", 4),
+        ("checkpoints/last", 6),
+    ],
 )
 def test_a_path(path: str, expected: int, run: Path, tmp_path: Path) -> None:
     assert step_of(choose_origin(str(run / path), tmp_path / "elsewhere", FACTS)) == expected
@@ -93,7 +104,11 @@ def test_a_damaged_checkpoint_is_an_error_if_it_is_named(run: Path) -> None:
      ({"resume": "no"}, None, 8)],
 )  # fmt: skip
 def test_a_restart_resumes_only_what_its_job_has_saved(
-    options: Any, saved_at: float | None, expected: int | None, run: Path, monkeypatch: pytest.MonkeyPatch
+    options: Any,
+    saved_at: float | None,
+    expected: int | None,
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for step in (2, 4, 6):
         save(run / "checkpoints", step, 1.0, **FACTS)
@@ -105,38 +120,63 @@ def test_a_restart_resumes_only_what_its_job_has_saved(
 
 
 def test_a_path_without_checkpoints(run: Path, tmp_path: Path) -> None:
-    refusal(choose_origin, str(run / "checkpoint"), run / "checkpoints", FACTS, match="no such folder")
+    refusal(
+        choose_origin, str(run / "checkpoint"), run / "checkpoints", FACTS, match="no such folder"
+    )
     (tmp_path / "empty").mkdir()
-    refusal(choose_origin, str(tmp_path / "empty"), run / "checkpoints", FACTS, match="there is no checkpoint")
+    refusal(
+        choose_origin,
+        str(tmp_path / "empty"),
+        run / "checkpoints",
+        FACTS,
+        match="there is no checkpoint",
+    )
 
 
 def test_a_different_identity_names_the_changed_setting(run: Path) -> None:
     identity = {**IDENTITY, "data": "ffff"}
     other = {"identity": identity, "settings": {**SETTINGS, "train_file": "b.csv"}}
-    error = refusal(choose_origin, "auto", run / "checkpoints", other, match=r"train_file was a.csv and is b.csv")
+    error = refusal(
+        choose_origin,
+        "auto",
+        run / "checkpoints",
+        other,
+        match=r"train_file was a.csv and is b.csv",
+    )
     assert "ffff" not in error
     facts = {"identity": identity, "settings": SETTINGS}
     message = "the content of the files, or the tokenizer, has changed"
     refusal(choose_origin, "auto", run / "checkpoints", facts, match=message)
     facts = {"identity": {**identity, "max_length": 40}, "settings": {**SETTINGS, "max_length": 40}}
-    error = refusal(choose_origin, "auto", run / "checkpoints", facts, match="max_length was 128 and is 40")
+    error = refusal(
+        choose_origin, "auto", run / "checkpoints", facts, match="max_length was 128 and is 40"
+    )
     assert error.count("max_length was") == 1
     assert message not in error
 
 
-def test_the_old_run_is_moved_aside(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_old_run_is_moved_aside(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (link := tmp_path / "link").symlink_to(run)
     settings = TrainingSettings(output_dir=str(link), overwrite_output_dir=True, checkpoint_every=2)
     create_run_folder(settings, "cls", FACTS)
     assert link.is_symlink()  # to another disk
-    assert [(path / "checkpoints").exists() for path in (run, *run.parent.glob(f"{run.name}.old-*"))] == [False, True]
+    assert [
+        (path / "checkpoints").exists() for path in (run, *run.parent.glob(f"{run.name}.old-*"))
+    ] == [False, True]
     monkeypatch.setattr(run_folder, "FileLock", SoftFileLock)  # as on a disk without flock
     (run / ".lock").write_text("1\nanother-host\n")
     me = {"pid": os.getpid(), "host": socket.gethostname()}
-    for written, names in ((time.time(), True), (0.0, False)):  # before this process started: its PID was another's
+    for written, names in (
+        (time.time(), True),
+        (0.0, False),
+    ):  # before this process started: its PID was another's
         (run / "config.json").write_text(json.dumps({"world": me}))
         os.utime(run / "config.json", (written, written))
-        message = refusal(create_run_folder, settings, "cls", FACTS, match=f"if it has ended, remove {link}/.lock")
+        message = refusal(
+            create_run_folder, settings, "cls", FACTS, match=f"if it has ended, remove {link}/.lock"
+        )
         assert (f"(process {os.getpid()} on" in message) == names
     (run / ".lock").unlink()
     monkeypatch.chdir(run)
@@ -145,7 +185,9 @@ def test_the_old_run_is_moved_aside(run: Path, tmp_path: Path, monkeypatch: pyte
     refusal(create_run_folder, here, "cls", FACTS, match="would move the current folder")
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.onnx", "openvino_model.xml"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "model.onnx", "openvino_model.xml"]
+)
 def test_another_model_or_exported_teacher_is_noticed(name: str, tmp_path: Path) -> None:
     checksums = set()
     for content in ("a", "b"):

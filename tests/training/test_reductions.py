@@ -19,7 +19,10 @@ COMMON = [*TINY, "--train_file", inputs.reviews, "--global_batch_size", 16]
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["zero2 x2", "zero3 x2"])
 def test_bytes_of_a_step_do_not_grow_with_its_micro_batches(way: str) -> None:
-    each, half = ["--sync_each_batch", "true"], ["--mixed_precision", "bf16", "--half_precision_weights", "true"]
+    each, half = (
+        ["--sync_each_batch", "true"],
+        ["--mixed_precision", "bf16", "--half_precision_weights", "true"],
+    )
     kinds = {"once": [], "each": each, "half": half, "half each": [*half, *each]}
     settings = ["--max_steps", 2, "--per_device_batch_size", 16 // MICRO_BATCHES // 2]
     losses, reduced = losses_and_bytes(way, settings, kinds)
@@ -48,7 +51,9 @@ def losses_and_bytes(
     losses, reduced = {}, {}
     for kind, more in kinds.items():
         words = [*COMMON, *settings, *more]
-        run = runs(way).run(f"bytes of {' '.join(map(str, settings + more))}", "tests.ranks_worker", words)
+        run = runs(way).run(
+            f"bytes of {' '.join(map(str, settings + more))}", "tests.ranks_worker", words
+        )
         (file,) = run.glob("sent-*.jsonl")
         losses[kind] = losses_of(run)
         reduced[kind] = json.loads(file.read_text().splitlines()[0])["asked"][REDUCTIONS[way]]

@@ -15,7 +15,12 @@ from torch.optim import lr_scheduler
 
 from tests.faults import refusal
 from toolkit.config import SchedulerName, TrainingSettings
-from toolkit.training.extra_state import load_registered, random_states, registered_content, set_random_states
+from toolkit.training.extra_state import (
+    load_registered,
+    random_states,
+    registered_content,
+    set_random_states,
+)
 from toolkit.training.half_precision import keep_scale_with_gradients, scaler_state, set_scaler
 from toolkit.training.optimizer import custom_scheduler, make_scheduler, set_schedule
 
@@ -43,12 +48,16 @@ def make(name: str) -> tuple[Any, Any]:
     """An optimizer and its schedule; a custom one is made while the rate of another's warm-up is 0."""
     warmup = {} if name == "constant" else {"warmup_steps": 4}
     one, two = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
-    optimizer = torch.optim.AdamW([{"params": [one], "weight_decay": 0.1}, {"params": [two]}], lr=1e-3)
+    optimizer = torch.optim.AdamW(
+        [{"params": [one], "weight_decay": 0.1}, {"params": [two]}], lr=1e-3
+    )
     kind: Any = "linear" if name in SCHEDULES else name
     settings = TrainingSettings(learning_rate=1e-3, lr_scheduler_type=kind, **warmup)  # type: ignore[arg-type]
     optimizer.step_was_skipped = False  # type: ignore[attr-defined]  # as of a prepared one
     scheduler = make_scheduler(optimizer, settings, TOTAL)
-    return optimizer, custom_scheduler(optimizer, SCHEDULES[name]) if name in SCHEDULES else scheduler
+    return optimizer, custom_scheduler(
+        optimizer, SCHEDULES[name]
+    ) if name in SCHEDULES else scheduler
 
 
 def take(optimizer: Any, scheduler: Any) -> list[Any]:
@@ -85,7 +94,12 @@ def test_a_custom_schedule_has_the_rates_of_torchs(name: str) -> None:
 
 
 def test_a_schedule_that_a_resumed_run_cannot_continue() -> None:
-    refusal(custom_scheduler, make("linear")[0], lr_scheduler.ReduceLROnPlateau, says=("ReduceLROnPlateau", "LambdaLR"))
+    refusal(
+        custom_scheduler,
+        make("linear")[0],
+        lr_scheduler.ReduceLROnPlateau,
+        says=("ReduceLROnPlateau", "LambdaLR"),
+    )
 
 
 def there_and_back(source: tuple[Any, Any], target: tuple[Any, Any]) -> None:
@@ -101,8 +115,12 @@ def torch_scaler(scale: float = 65536.0) -> tuple[Any, Any]:
 def deepspeed_scaler() -> tuple[Any, Any]:
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-    scaler = DynamicLossScaler(2**16, scale_window=3, min_scale=1, delayed_shift=2, consecutive_hysteresis=False)
-    return SimpleNamespace(scaler=None), SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler))
+    scaler = DynamicLossScaler(
+        2**16, scale_window=3, min_scale=1, delayed_shift=2, consecutive_hysteresis=False
+    )
+    return SimpleNamespace(scaler=None), SimpleNamespace(
+        optimizer=SimpleNamespace(loss_scaler=scaler)
+    )
 
 
 def overflow_pattern(pair: tuple[Any, Any]) -> list[float]:
@@ -115,7 +133,9 @@ def overflow_pattern(pair: tuple[Any, Any]) -> list[float]:
 
 
 def test_deepspeeds_scaler_resumes_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepspeed.runtime.fp16.loss_scaler.dist.get_rank", lambda: 1)  # rank 0 logs
+    monkeypatch.setattr(
+        "deepspeed.runtime.fp16.loss_scaler.dist.get_rank", lambda: 1
+    )  # rank 0 logs
     source, target = deepspeed_scaler(), deepspeed_scaler()
     overflow_pattern(source)
     there_and_back(source, target)
@@ -139,10 +159,15 @@ def test_torchs_scaler_resumes_exactly_and_its_scale_crosses_strategies() -> Non
     assert ours[0].scaler.get_growth_interval() == 3  # unchanged
 
 
-@pytest.mark.parametrize(("policy", "place"), [(CPUOffloadPolicy(), "cpu"), (OffloadPolicy(), "meta")])
+@pytest.mark.parametrize(
+    ("policy", "place"), [(CPUOffloadPolicy(), "cpu"), (OffloadPolicy(), "meta")]
+)
 def test_the_scale_is_where_fsdp_has_gradients(policy: Any, place: str) -> None:
     """The meta device in a GPU's place."""
-    scaler, state = torch.amp.GradScaler("cpu"), SimpleNamespace(fsdp_plugin=SimpleNamespace(cpu_offload=policy))
+    scaler, state = (
+        torch.amp.GradScaler("cpu"),
+        SimpleNamespace(fsdp_plugin=SimpleNamespace(cpu_offload=policy)),
+    )
     keep_scale_with_gradients(SimpleNamespace(scaler=scaler, is_fsdp2=True, state=state))  # type: ignore[arg-type]
     assert scaler.scale(torch.ones((), device="meta")).device.type == "meta"
     assert scaler._scale.device.type == place
@@ -182,13 +207,25 @@ def test_registered_objects() -> None:
 
     load_registered(accelerator(), b"")
     assert registered_content(accelerator()) == b""
-    load_registered(fresh := accelerator(0, 0), content := registered_content(accelerator(3, torch.ones(2))))
+    load_registered(
+        fresh := accelerator(0, 0), content := registered_content(accelerator(3, torch.ones(2)))
+    )
     assert [str(each.value) for each in fresh._custom_objects] == ["3", "tensor([1., 1.])"]
-    refusal(load_registered, accelerator(0), content, match="has 2 states .*register_for_checkpointing.* 1 ")
+    refusal(
+        load_registered,
+        accelerator(0),
+        content,
+        match="has 2 states .*register_for_checkpointing.* 1 ",
+    )
     message = r"register_for_checkpointing\(Registered\)"
     refusal(registered_content, accelerator(SimpleNamespace()), match=message)
     content = registered_content(accelerator("text"))
-    refusal(load_registered, accelerator(0), content, match=r"objects.pt .*: Registered.*load_state_dict\(\)")
+    refusal(
+        load_registered,
+        accelerator(0),
+        content,
+        match=r"objects.pt .*: Registered.*load_state_dict\(\)",
+    )
 
 
 def test_random_states_there_and_back() -> None:
@@ -196,7 +233,13 @@ def test_random_states_there_and_back() -> None:
     states = json.loads(json.dumps(random_states(torch.device("cpu"))))
 
     def draws() -> list[float]:
-        return [random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand(), torch.rand(1).item()]
+        return [
+            random.gauss(0, 1),
+            random.random(),
+            np.random.randn(),
+            np.random.rand(),
+            torch.rand(1).item(),
+        ]
 
     first = draws()
     draws()

@@ -33,7 +33,9 @@ from toolkit.training.steps import Step, Steps, make_schedule
 )  # fmt: skip
 def test_steps(options: dict[str, Any], samples: int, steps_per_epoch: int, total: int) -> None:
     for processes in range(1, 9):
-        schedule = make_schedule(TrainingSettings(**options), of_lengths(np.full(samples, 8)), processes)
+        schedule = make_schedule(
+            TrainingSettings(**options), of_lengths(np.full(samples, 8)), processes
+        )
         assert (schedule.steps_per_epoch, schedule.total_steps) == (steps_per_epoch, total)
 
 
@@ -50,8 +52,18 @@ def test_accumulation(per_device: int, processes: int, accumulation: int, micro:
 
 def test_a_text_longer_than_any_batch() -> None:
     lengths = np.array([8, 100, 30])
-    says = ("--max_tokens_per_batch 99", "the longest text, which has 100 tokens", "--max_length 99")
-    refusal(make_schedule, TrainingSettings(max_tokens_per_batch=99), of_lengths(lengths), processes=1, says=says)
+    says = (
+        "--max_tokens_per_batch 99",
+        "the longest text, which has 100 tokens",
+        "--max_length 99",
+    )
+    refusal(
+        make_schedule,
+        TrainingSettings(max_tokens_per_batch=99),
+        of_lengths(lengths),
+        processes=1,
+        says=says,
+    )
     make_schedule(TrainingSettings(max_tokens_per_batch=100), of_lengths(lengths), processes=1)
 
 
@@ -60,8 +72,12 @@ def test_a_text_longer_than_any_batch() -> None:
     [({}, "cpu", 512, 2048), ({}, "cpu", 4096, 4096), ({}, "cuda", 512, None),
      ({"max_tokens_per_batch": 600}, "cpu", 9, 600), ({"per_device_batch_size": "auto"}, "cpu", 512, None)],
 )  # fmt: skip
-def test_tokens_of_a_micro_batch(settings: dict[str, Any], device: str, longest: int, expected: int | None) -> None:
-    assert TrainingSettings(**settings).limit_tokens(device, longest).max_tokens_per_batch == expected
+def test_tokens_of_a_micro_batch(
+    settings: dict[str, Any], device: str, longest: int, expected: int | None
+) -> None:
+    assert (
+        TrainingSettings(**settings).limit_tokens(device, longest).max_tokens_per_batch == expected
+    )
     on_gpu = LongTrainingSettings(**settings).limit_tokens("cuda", longest).max_tokens_per_batch
     assert on_gpu == settings.get("max_tokens_per_batch", 16384)
 
@@ -85,7 +101,9 @@ class Toy(torch.nn.Module):
         text = (self.words(ids) * mask).sum(1) / mask.sum(1)  # (B, 5)
         if "decoder_input_ids" not in batch.inputs:
             return sample_losses(self.classes(text), batch.labels, "single_label_classification")
-        return token_losses(self.tokens(text[:, None] + self.words(batch.inputs["decoder_input_ids"])), batch.labels)
+        return token_losses(
+            self.tokens(text[:, None] + self.words(batch.inputs["decoder_input_ids"])), batch.labels
+        )
 
 
 def split_of(titled: bool) -> Split:
@@ -103,7 +121,9 @@ def split_of(titled: bool) -> Split:
 
 def trained(split: Split, **options: Any) -> tuple[list[float], list[torch.Tensor], set[int]]:
     """(loss and gradient norm of each step, final weights, numbers of micro-batches of steps)."""
-    settings = TrainingSettings(global_batch_size=16, num_train_epochs=2, learning_rate=0.1, **options)
+    settings = TrainingSettings(
+        global_batch_size=16, num_train_epochs=2, learning_rate=0.1, **options
+    )
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
     model = Toy()
@@ -131,18 +151,26 @@ def trained(split: Split, **options: Any) -> tuple[list[float], list[torch.Tenso
         optimizer.zero_grad()
         (metrics,) = steps.finish(step, grad_norm)
         numbers += [metrics.loss, metrics.grad_norm]
-        assert (metrics.samples, metrics.tokens) == (len(step.indices), split.lengths[step.indices].sum())
+        assert (metrics.samples, metrics.tokens) == (
+            len(step.indices),
+            split.lengths[step.indices].sum(),
+        )
         assert metrics.padding == pytest.approx(1 - metrics.tokens / computed, abs=1e-4)
     assert (progress[0], progress[-1]) == (0, schedule.total_steps > 1)
     return numbers, [parameter.detach().clone() for parameter in model.parameters()], counts
 
 
 @pytest.mark.parametrize("titled", [False, True])
-def test_max_tokens_per_batch_changes_no_loss_gradient_or_weight(titled: bool, no_launcher: None) -> None:
+def test_max_tokens_per_batch_changes_no_loss_gradient_or_weight(
+    titled: bool, no_launcher: None
+) -> None:
     split = split_of(titled)
     numbers, weights, counts = trained(split)
     assert counts == {1}
-    for options in ({"max_tokens_per_batch": 60}, {"max_tokens_per_batch": 150, "per_device_batch_size": 4}):
+    for options in (
+        {"max_tokens_per_batch": 60},
+        {"max_tokens_per_batch": 150, "per_device_batch_size": 4},
+    ):
         actual, limited, counts = trained(split, **options)
         assert len(counts) > 1
         assert actual == pytest.approx(numbers, rel=1e-5)
@@ -156,7 +184,10 @@ def test_the_loss_of_titles_is_the_mean_over_all_their_tokens(no_launcher: None)
     (indices, *_) = GlobalBatches(split.lengths, 16, 42, 0)
     every = []
     for index in indices:
-        text, title = (torch.from_numpy(part.astype(np.int64)) for part in (split.tokens(index), split.target(index)))
+        text, title = (
+            torch.from_numpy(part.astype(np.int64))
+            for part in (split.tokens(index), split.target(index))
+        )
         logits = model.tokens(model.words(text).mean(0) + model.words(title[:-1]))
         every.append(torch.nn.functional.cross_entropy(logits, title[1:], reduction="none"))
     mean = torch.cat(every).mean()
@@ -169,12 +200,20 @@ def test_the_loss_of_titles_is_the_mean_over_all_their_tokens(no_launcher: None)
 
 @pytest.mark.parametrize(
     ("options", "steps"),
-    [({}, [4, 8, 12]), ({"eval_every": 5}, [5, 10, 12]), ({"eval_every": 100}, [12]), ({"max_steps": 6}, [4, 6])],
+    [
+        ({}, [4, 8, 12]),
+        ({"eval_every": 5}, [5, 10, 12]),
+        ({"eval_every": 100}, [12]),
+        ({"max_steps": 6}, [4, 6]),
+    ],
 )
 def test_evaluations(options: dict[str, Any], steps: list[int]) -> None:
     schedule = make_schedule(TrainingSettings(**options), of_lengths(np.full(100, 8)), processes=3)
     run: Any = SimpleNamespace(schedule=schedule, collate=None)
-    due = [Step(run, number, np.zeros(0), 0, 1, run.collate).evaluates for number in range(1, schedule.total_steps + 1)]
+    due = [
+        Step(run, number, np.zeros(0), 0, 1, run.collate).evaluates
+        for number in range(1, schedule.total_steps + 1)
+    ]
     assert [number for number, evaluates in enumerate(due, 1) if evaluates] == steps
 
 
@@ -198,7 +237,9 @@ def rates(total: int, **options: Any) -> list[float]:
      ({"warmup_steps": 0}, 0), ({"warmup_ratio": 0.0}, 0)],
 )  # fmt: skip
 def test_warmup_is_counted_in_optimizer_steps(options: dict[str, Any], warmup: int) -> None:
-    expected = [step / warmup if step < warmup else (10 - step) / (10 - warmup) for step in range(10)]
+    expected = [
+        step / warmup if step < warmup else (10 - step) / (10 - warmup) for step in range(10)
+    ]
     assert rates(10, **options) == pytest.approx(expected)
 
 
@@ -212,7 +253,13 @@ def test_a_schedule_of_warmup_alone(name: str, total: int) -> None:
 def test_a_learning_rate_below_that_at_the_end_of_polynomial() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-7)
     settings = TrainingSettings(learning_rate=1e-7, lr_scheduler_type="polynomial")
-    refusal(make_scheduler, optimizer, settings, 4, says=["--lr_scheduler_type polynomial", "--learning_rate 1e-07"])
+    refusal(
+        make_scheduler,
+        optimizer,
+        settings,
+        4,
+        says=["--lr_scheduler_type polynomial", "--learning_rate 1e-07"],
+    )
 
 
 LOOPS: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
@@ -258,12 +305,22 @@ def test_a_loop_that_would_train_otherwise(name: str, no_launcher: None) -> None
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     steps = Steps(accelerator, split_of(False), TOKENIZER, settings)
     model.tokens.requires_grad_(False)
-    align_strategy(accelerator, model, torch.optim.SGD(parameter_groups(model, 0.0), lr=0.1), settings, steps.schedule)
+    align_strategy(
+        accelerator,
+        model,
+        torch.optim.SGD(parameter_groups(model, 0.0), lr=0.1),
+        settings,
+        steps.schedule,
+    )
     model, optimizer = accelerator.prepare(model, optimizer)
 
     def loop() -> None:
         for step in steps:
-            batches = () if name == "a step without micro-batches" and step.number > 1 else step.micro_batches(model)
+            batches = (
+                ()
+                if name == "a step without micro-batches" and step.number > 1
+                else step.micro_batches(model)
+            )
             for number, batch in enumerate(batches):
                 micro_batch(SimpleNamespace(accelerator=accelerator, backward=accelerator.backward, mean=step.mean,
                                             losses=partial(model, batch), model=model, optimizer=optimizer,

@@ -31,7 +31,9 @@ SETTINGS = ["--max_steps", "10", "--eval_every", "8", "--global_batch_size", "12
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["ddp x2", "zero2 x2"])
-def test_no_synchronization_between_log_lines(way: str, tiny_job: list[str], tmp_path: Path) -> None:
+def test_no_synchronization_between_log_lines(
+    way: str, tiny_job: list[str], tmp_path: Path
+) -> None:
     finished = recipe(*tiny_job, *SETTINGS, "--logging_steps", "3", "--output_dir", tmp_path / "three", *WAYS[way],
                       script="tests/waits_worker.py", env={"NOTES": str(tmp_path / "notes.json")})  # fmt: skip
     assert finished.code == 0, finished.err[-3000:]
@@ -51,7 +53,9 @@ def test_no_synchronization_between_log_lines(way: str, tiny_job: list[str], tmp
     assert [number for number, step in enumerate(steps, 1) if step["after"]] == [8, 10]
     run_of([*tiny_job, *SETTINGS], tmp_path / "one")
     assert losses_of(tmp_path / "three") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-5)
-    for mine, theirs in zip(*(lines_of(tmp_path / run / "metrics.jsonl") for run in ("three", "one")), strict=True):
+    for mine, theirs in zip(
+        *(lines_of(tmp_path / run / "metrics.jsonl") for run in ("three", "one")), strict=True
+    ):
         for name in ("step", "epoch", "learning_rate", "samples", "tokens"):
             assert mine[name] == theirs[name]
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
@@ -114,7 +118,9 @@ def test_a_step_allocates_nothing_of_the_size_of_the_data(accelerator: Accelerat
     assert max(allocated) < samples
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="getrusage(2) counts from the start of a process elsewhere")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="getrusage(2) counts from the start of a process elsewhere"
+)
 def test_peak_memory_excludes_setup_and_evaluation(accelerator: Accelerator) -> None:
     settings = TrainingSettings(max_steps=5, eval_every=2, global_batch_size=1)
     use(300 << 20)

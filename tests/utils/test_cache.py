@@ -42,7 +42,9 @@ def tokens(toolkit_cache: Path) -> Tokens:
     return Tokens()
 
 
-def test_flush_comes_before_the_rename(tokens: Tokens, toolkit_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flush_comes_before_the_rename(
+    tokens: Tokens, toolkit_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flushed, final, real = [], toolkit_cache / "tokens" / "abc", os.fsync
 
     def flush(descriptor: int) -> None:
@@ -51,7 +53,9 @@ def test_flush_comes_before_the_rename(tokens: Tokens, toolkit_cache: Path, monk
 
     monkeypatch.setattr(os, "fsync", flush)
     tokens()
-    assert {(name, False) for name in ("labels.npy", "meta.json", "source.txt", "train")} < set(flushed)
+    assert {(name, False) for name in ("labels.npy", "meta.json", "source.txt", "train")} < set(
+        flushed
+    )
     assert ("tokens", True) in flushed  # and then the name itself
 
 
@@ -60,7 +64,13 @@ def test_full_disk_and_interrupted_build(tokens: Tokens, toolkit_cache: Path) ->
         (draft / "half").write_text("x")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    refusal(build_once, "tokens", "abc", fill, match=r"cannot write .*tokens/abc.*No space left.*TOOLKIT_CACHE")
+    refusal(
+        build_once,
+        "tokens",
+        "abc",
+        fill,
+        match=r"cannot write .*tokens/abc.*No space left.*TOOLKIT_CACHE",
+    )
     assert [path.name for path in (toolkit_cache / "tokens").iterdir()] == ["abc.lock"]
 
     def die(draft: Path) -> None:

@@ -71,7 +71,9 @@ def test_torch_has_the_compiled_private_names() -> None:
 @pytest.mark.parametrize("page", ["compatibility.md", "compatibility.zh.md"])
 def test_both_pages_list_every_name(page: str) -> None:
     text = (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
-    assert [name for names in NAMES.values() for name in names if not re.search(rf"[`.]{name}`", text)] == []
+    assert [
+        name for names in NAMES.values() for name in names if not re.search(rf"[`.]{name}`", text)
+    ] == []
 
 
 def test_require() -> None:
@@ -83,5 +85,7 @@ def test_require() -> None:
 
 
 def test_tested_versions_match_the_constraints() -> None:
-    pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (REPOSITORY / "constraints.txt").read_text(), flags=re.M))
+    pins = dict(
+        re.findall(r"^([\w.-]+)==(\S+)", (REPOSITORY / "constraints.txt").read_text(), flags=re.M)
+    )
     assert {name: pins[name] for name in TESTED} == TESTED

@@ -9,7 +9,9 @@ import pytest
 
 from tests.runs import CLASSIFIER, ROOT, Finished, fork
 
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+    "optional-dependencies"
+]
 PACKAGES = {
     extra: [re.match(r"[\w-]+", line)[0].replace("-", "_") for line in lines]  # type: ignore[index]
     for extra, lines in EXTRAS.items()
@@ -35,32 +37,58 @@ def without_extras(*words: str | Path) -> Finished:
     """Runs a Python program that finds no package of any extra."""
     hidden = ",".join(name for names in PACKAGES.values() for name in names)
     path = os.pathsep.join([str(ROOT / "tests" / "without"), str(ROOT)])
-    with fork(words, imported=CLASSIFIER, early={"PYTHONPATH": path, "TESTS_WITHOUT": hidden}) as process:
+    with fork(
+        words, imported=CLASSIFIER, early={"PYTHONPATH": path, "TESTS_WITHOUT": hidden}
+    ) as process:
         return process.finish(120)
 
 
 def job(tiny_model: Path, reviews: Path) -> list[str]:
-    return ["--model_name_or_path", str(tiny_model), "--train_file", str(reviews), "--max_steps", "2"]
+    return [
+        "--model_name_or_path",
+        str(tiny_model),
+        "--train_file",
+        str(reviews),
+        "--max_steps",
+        "2",
+    ]
 
 
 @pytest.fixture(scope="module")
-def run_folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path) -> tuple[Path, Finished]:
+def run_folder(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path
+) -> tuple[Path, Finished]:
     folder = tmp_path_factory.mktemp("extras") / "run"
-    words = ["recipes/cls.py", *job(tiny_model, reviews), "--checkpoint_every", "1", "--output_dir", folder]
+    words = [
+        "recipes/cls.py",
+        *job(tiny_model, reviews),
+        "--checkpoint_every",
+        "1",
+        "--output_dir",
+        folder,
+    ]
     return folder, without_extras(*words).succeeded()
 
 
 def test_a_run_without_any_extra(run_folder: tuple[Path, Finished], tmp_path: Path) -> None:
     folder, finished = run_folder
     before, _, after = finished.err.partition("step 1/2")
-    assert before.count("finetune-toolkit[") == before.count("finetune-toolkit[report,tensorboard]") == 1
+    assert (
+        before.count("finetune-toolkit[")
+        == before.count("finetune-toolkit[report,tensorboard]")
+        == 1
+    )
     assert "finetune-toolkit[" not in after
     assert not (folder / "tensorboard").exists()
-    assert {"config.json", "metrics.jsonl", "eval.jsonl", "predictions.jsonl"} <= {p.name for p in folder.iterdir()}
+    assert {"config.json", "metrics.jsonl", "eval.jsonl", "predictions.jsonl"} <= {
+        p.name for p in folder.iterdir()
+    }
     assert (folder / "model" / "README.md").is_file()
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert page.count("finetune-toolkit[report]") > 3  # instead of each curve
-    converted = without_extras("-m", "toolkit", "convert", folder / "checkpoints" / "last", tmp_path / "out")
+    converted = without_extras(
+        "-m", "toolkit", "convert", folder / "checkpoints" / "last", tmp_path / "out"
+    )
     converted.succeeded()
     assert (tmp_path / "out" / "model.safetensors").is_file()
     # and each extra is tested, here or below

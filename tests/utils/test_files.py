@@ -62,7 +62,11 @@ def test_replace_folder(tmp_path: Path) -> None:
         with replace_folder(path, overwrite=True) as draft:
             (draft / "x").write_text(text)
     message = f"cannot write {path}: Directory not empty; nothing was left behind"
-    with pytest.raises(UserError, match=message), explain_write_errors(path), replace_folder(path) as draft:
+    with (
+        pytest.raises(UserError, match=message),
+        explain_write_errors(path),
+        replace_folder(path) as draft,
+    ):
         (draft / "x").write_text("third")
     assert ((path / "x").read_text(), names_in(path.parent)) == ("second", ["out"])
 
@@ -72,7 +76,9 @@ def test_replace_folder(tmp_path: Path) -> None:
     [("No space left on device (os error 28)", UserError, r"\(os error 28\); nothing was left behind"),
      ("another error", RuntimeError, "another error")],
 )  # fmt: skip
-def test_disk_errors_of_libraries(tmp_path: Path, message: str, raised: type[Exception], match: str) -> None:
+def test_disk_errors_of_libraries(
+    tmp_path: Path, message: str, raised: type[Exception], match: str
+) -> None:
     """tokenizers and safetensors do not raise OSError."""
     with pytest.raises(raised, match=match), explain_write_errors(tmp_path / "out"):
         raise RuntimeError(message)
@@ -83,7 +89,10 @@ def test_spare(tmp_path: Path) -> None:
         raise UserError(f"it holds {names_in(old)}")
 
     (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match="thesis"), replace_folder(tmp_path / "out", True, check_old=check_old):
+    with (
+        pytest.raises(UserError, match="thesis"),
+        replace_folder(tmp_path / "out", True, check_old=check_old),
+    ):
         (tmp_path / "out" / "thesis.txt").touch()
     assert (names_in(tmp_path), names_in(tmp_path / "out")) == (["out"], ["thesis.txt"])
 

@@ -28,18 +28,28 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     ("load", "setting"),
     [
-        (lambda: load_tokenizer(ModelSettings(model_name_or_path="nobody/no-model")), "--model_name_or_path"),
+        (
+            lambda: load_tokenizer(ModelSettings(model_name_or_path="nobody/no-model")),
+            "--model_name_or_path",
+        ),
         (lambda: read_hub("nobody/no-data"), "--dataset_name"),
     ],
 )
 def test_unreachable_hub(load: Any, setting: str, closed: str) -> None:
     started = time.monotonic()
-    says = [f"{setting} nobody/no-", f"{closed} cannot be reached", "HF_ENDPOINT=", "modelscope download --"]
+    says = [
+        f"{setting} nobody/no-",
+        f"{closed} cannot be reached",
+        "HF_ENDPOINT=",
+        "modelscope download --",
+    ]
     refusal(load, says=says)
     assert time.monotonic() - started < 60
 
 
-def test_the_copy_in_the_cache(closed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_the_copy_in_the_cache(
+    closed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     monkeypatch.setattr("toolkit.pretrained.try_to_load_from_cache", lambda *_, **__: str(tmp_path))
     check_reachable("nobody/no-model")
     assert f"{closed} cannot be reached" in capsys.readouterr().err

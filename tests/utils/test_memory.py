@@ -24,7 +24,9 @@ ABSURD = 1 << 50
 
 def batch_of(samples: int, width: int) -> SimpleNamespace:
     ids = torch.arange(samples)
-    return SimpleNamespace(inputs={"input_ids": torch.zeros(samples, width, dtype=torch.int64)}, ids=ids)
+    return SimpleNamespace(
+        inputs={"input_ids": torch.zeros(samples, width, dtype=torch.int64)}, ids=ids
+    )
 
 
 ALLOCATIONS: dict[str, Callable[[], object]] = {
@@ -34,7 +36,9 @@ ALLOCATIONS: dict[str, Callable[[], object]] = {
     "python": lambda: bytearray(ABSURD),
 }
 MESSAGES: list[Exception] = [
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 1 GiB"),
+    torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 1 GiB"
+    ),
     torch.OutOfMemoryError(),
     MemoryError(),
     MemoryError("std::bad_alloc"),
@@ -43,10 +47,14 @@ MESSAGES: list[Exception] = [
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     RuntimeError("NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"),
     RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"),
-    RuntimeError("unable to mmap 4224 bytes from file <filename not specified>: Cannot allocate memory (12)"),
+    RuntimeError(
+        "unable to mmap 4224 bytes from file <filename not specified>: Cannot allocate memory (12)"
+    ),
     RuntimeError("could not create a primitive"),  # oneDNN's matrix products and activations
     OSError(12, "Cannot allocate memory"),
-    ImportError("_odepack.cpython-311-x86_64-linux-gnu.so: failed to map segment from shared object"),
+    ImportError(
+        "_odepack.cpython-311-x86_64-linux-gnu.so: failed to map segment from shared object"
+    ),
 ]
 OTHERS: list[Exception] = [
     RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)"),
@@ -98,13 +106,19 @@ def test_suggested_settings_give_smaller_micro_batches(width: int) -> None:
         lengths = np.full(4 * samples, width)
         assert tokens >= width  # otherwise it would be refused
         for per_device, max_tokens in ((fewer, None), (samples, tokens)):
-            batches = micro_batches(of_lengths(lengths), np.arange(len(lengths)), per_device, 0, 1, max_tokens)
+            batches = micro_batches(
+                of_lengths(lengths), np.arange(len(lengths)), per_device, 0, 1, max_tokens
+            )
             assert max(map(len, batches)) <= max(1, samples // 2)
 
 
-LIMITED = pytest.mark.skipif(sys.platform != "linux", reason="limits the address space of a process")
+LIMITED = pytest.mark.skipif(
+    sys.platform != "linux", reason="limits the address space of a process"
+)
 ROWS = 3000
-SAMPLES = 1500  # the hidden states of one micro-batch are larger than what a process may still allocate
+SAMPLES = (
+    1500  # the hidden states of one micro-batch are larger than what a process may still allocate
+)
 
 
 @pytest.fixture(scope="module")
@@ -114,13 +128,19 @@ def csv_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     rows = [f"{'good film ' * 70}{number},{'ab'[number % 2]}\n" for number in range(ROWS)]
     files = {"many": folder / "many.csv", "few": folder / "few.csv"}
     for name, path in files.items():
-        path.write_text("text,label\n" + "".join(rows[: ROWS if name == "many" else 8]), encoding="utf-8")
+        path.write_text(
+            "text,label\n" + "".join(rows[: ROWS if name == "many" else 8]), encoding="utf-8"
+        )
     return files
 
 
-def run_out(csv_files: dict[str, Path], tiny_model: Path, folder: Path, *arguments: str, limited_rank: str) -> Finished:
+def run_out(
+    csv_files: dict[str, Path], tiny_model: Path, folder: Path, *arguments: str, limited_rank: str
+) -> Finished:
     """recipes/cls.py, whose processes may allocate 16 MiB more once they train."""
-    train, validation = ("few", "many") if "--per_device_eval_batch_size" in arguments else ("many", "few")
+    train, validation = (
+        ("few", "many") if "--per_device_eval_batch_size" in arguments else ("many", "few")
+    )
     return recipe("--train_file", csv_files[train], "--validation_file", csv_files[validation], "--model_name_or_path",
                   tiny_model, "--output_dir", folder / "run", "--report_to", "none", "--max_steps", "2",
                   "--mixed_precision", "no", "--max_tokens_per_batch", "1000000", *arguments,
@@ -128,7 +148,14 @@ def run_out(csv_files: dict[str, Path], tiny_model: Path, folder: Path, *argumen
 
 
 LARGE = ["--global_batch_size", str(ROWS), "--per_device_batch_size", str(SAMPLES)]
-SMALL = ["--global_batch_size", "2", "--per_device_batch_size", "2", "--per_device_eval_batch_size", str(SAMPLES)]
+SMALL = [
+    "--global_batch_size",
+    "2",
+    "--per_device_batch_size",
+    "2",
+    "--per_device_eval_batch_size",
+    str(SAMPLES),
+]
 TRAINING = [
     f"out of memory in a training step, with a micro-batch of {SAMPLES} x 131 tokens",
     f"--per_device_batch_size {SAMPLES // 2}, or --max_tokens_per_batch {SAMPLES * 131 // 2}",
@@ -164,11 +191,15 @@ class Huge(torch.optim.SGD):
     """An optimizer whose state does not fit."""
 
     def step(self, closure: Any = None) -> None:
-        if sum(each.numel() for group in self.param_groups for each in group["params"]) > 10_000:  # not in the trial
+        if (
+            sum(each.numel() for group in self.param_groups for each in group["params"]) > 10_000
+        ):  # not in the trial
             torch.empty(1 << 60)
 
 
-def test_an_optimizer_state_that_does_not_fit(tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
+def test_an_optimizer_state_that_does_not_fit(
+    tiny_model: Path, reviews: Path, tmp_path: Path
+) -> None:
     """A smaller micro-batch would not help."""
     words = ["--model_name_or_path", tiny_model, "--train_file", reviews, "--optimizer", f"{__name__}.Huge",
              "--max_steps", 2, "--report_to", "none", "--output_dir", tmp_path / "run"]  # fmt: skip
@@ -180,13 +211,18 @@ def test_an_optimizer_state_that_does_not_fit(tiny_model: Path, reviews: Path, t
 @LIMITED
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("rank", ["all", "1"])
-def test_one_rank_reports_for_all(csv_files: dict[str, Path], tiny_model: Path, tmp_path: Path, rank: str) -> None:
+def test_one_rank_reports_for_all(
+    csv_files: dict[str, Path], tiny_model: Path, tmp_path: Path, rank: str
+) -> None:
     """Also if the others have enough memory, and wait for the one that has not."""
     way = ["--config_file", "accelerate_configs/ddp.yaml"]
     finished = run_out(csv_files, tiny_model, tmp_path, *LARGE, *way, limited_rank=rank)
     assert finished.code not in (-6, -9, -11)
     finished.says_in_one_line(*TRAINING)
-    assert re.match(r"\[rank [01] on \S+\] error: " if rank == "all" else r"\[rank 1 on ", finished.error_lines[0])
+    assert re.match(
+        r"\[rank [01] on \S+\] error: " if rank == "all" else r"\[rank 1 on ",
+        finished.error_lines[0],
+    )
 
 
 _FAULTS = """
@@ -217,7 +253,11 @@ for first, limit, variables in [(2**40, 2**40, {}), (2**26, 2**26, {}), (2**40, 
 @pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
 def test_freed_memory_is_kept_up_to_a_limit() -> None:
     """64 MiB are 16,384 pages, or 32 huge ones. A user's MALLOC_ variables are kept."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")
+    }
     command = [sys.executable, "-c", _FAULTS]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    ).stdout.split()
     assert [int(faults) < 100 for faults in done] == [True, False, False, False], done

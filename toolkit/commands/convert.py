@@ -24,9 +24,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("checkpoint", type=Path, help="see below")
     add("out", nargs="?", type=Path, help="the folder to create")
     add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights [fp32]")
-    folder("--config_from", help="source of config.json and the tokenizer, or of the adapter's config")
+    folder(
+        "--config_from", help="source of config.json and the tokenizer, or of the adapter's config"
+    )
     folder("--base_model", help="source of the frozen parameters that CHECKPOINT lacks")
-    add("--prefix", default="", metavar="NAME", help="only the tensors NAME.*, renamed without NAME.")
+    add(
+        "--prefix",
+        default="",
+        metavar="NAME",
+        help="only the tensors NAME.*, renamed without NAME.",
+    )
     add("--merge_lora", action="store_true", help="merge the adapter into the base model")
 
 

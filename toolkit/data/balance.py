@@ -38,36 +38,71 @@ def weigh_classes(
         return splits, None, [], ""
     counts, positive = _class_counts(labels, train), None
     order = [int(place) for place in np.argsort(-counts, kind="stable")]
-    lines = [f"rows of each class in train: {_listed(order, names, counts, '{:d}')}", *doubtful_names(names)]
+    lines = [
+        f"rows of each class in train: {_listed(order, names, counts, '{:d}')}",
+        *doubtful_names(names),
+    ]
     for name, split in splits.items():
         absent = [names[place] for place in np.flatnonzero(_class_counts(labels, split) == 0)]
         if absent and name != "train":
-            lines.append(f"{name} has no row of {listing(absent)}: that counts as an F1 of 0 in f1_macro")
+            lines.append(
+                f"{name} has no row of {listing(absent)}: that counts as an F1 of 0 in f1_macro"
+            )
     if setting := objective.class_weights:
         weights = _class_weights(setting, counts, names)
         per_class = weights.astype(np.float32)
-        splits = {name: replace(split, weights=per_class[split.labels]) for name, split in splits.items()}
-        lines.append(f"class weights of the loss (--class_weights): {_listed(order, names, weights, '{:.3g}')}")
+        splits = {
+            name: replace(split, weights=per_class[split.labels]) for name, split in splits.items()
+        }
+        lines.append(
+            f"class weights of the loss (--class_weights): {_listed(order, names, weights, '{:.3g}')}"
+        )
     if setting := objective.pos_weight:
         positive = _positive_weights(setting, counts, len(train), names).astype(np.float32)
-        lines.append(f"weights of positive labels (--pos_weight): {_listed(order, names, positive, '{:.3g}')}")
+        lines.append(
+            f"weights of positive labels (--pos_weight): {_listed(order, names, positive, '{:.3g}')}"
+        )
     if objective.sampling:
-        share = (counts > 0) / (counts > 0).sum() if objective.sampling == "balanced" else np.sqrt(counts)
+        share = (
+            (counts > 0) / (counts > 0).sum()
+            if objective.sampling == "balanced"
+            else np.sqrt(counts)
+        )
         share = share / share.sum()
-        splits["train"] = replace(splits["train"], sampling_probabilities=(share / np.maximum(counts, 1))[train.labels])
-        lines.append(f"classes of an epoch's rows, in % (--sampling): {_listed(order, names, 100 * share, '{:.3g}')}")
+        splits["train"] = replace(
+            splits["train"], sampling_probabilities=(share / np.maximum(counts, 1))[train.labels]
+        )
+        lines.append(
+            f"classes of an epoch's rows, in % (--sampling): {_listed(order, names, 100 * share, '{:.3g}')}"
+        )
         if objective.class_weights and objective.sampling == "balanced":
-            lines.append("--class_weights and --sampling balanced both raise the rare classes: one of them is usual")
-    compensated = objective.class_weights or objective.pos_weight or objective.sampling or objective.loss == "focal"
-    return splits, positive, lines, "" if compensated else _advice(order, counts, len(train), labels)
+            lines.append(
+                "--class_weights and --sampling balanced both raise the rare classes: one of them is usual"
+            )
+    compensated = (
+        objective.class_weights
+        or objective.pos_weight
+        or objective.sampling
+        or objective.loss == "focal"
+    )
+    return (
+        splits,
+        positive,
+        lines,
+        "" if compensated else _advice(order, counts, len(train), labels),
+    )
 
 
 def _check_objective(labels: Labels, objective: ObjectiveSettings) -> None:
     faults, kind = Faults(), labels.problem_type.replace("_", " ")
     if labels.problem_type == "regression":
-        unsupported = dict.fromkeys(("class_weights", "pos_weight", "sampling"), "it is for classes")
+        unsupported = dict.fromkeys(
+            ("class_weights", "pos_weight", "sampling"), "it is for classes"
+        )
         if objective.loss != "cross_entropy":
-            faults.add(f"--loss {objective.loss} is for classes, and this is regression: leave it out")
+            faults.add(
+                f"--loss {objective.loss} is for classes, and this is regression: leave it out"
+            )
     elif labels.problem_type == MULTI:
         unsupported = {"class_weights": "use --pos_weight, the weight of positive labels",
                        "sampling": "a row has several classes; use --pos_weight"}  # fmt: skip
@@ -86,11 +121,15 @@ def _class_counts(labels: Labels, split: Split) -> np.ndarray:
     return np.bincount(split.labels, minlength=labels.size)
 
 
-def _positive_weights(setting: str, counts: np.ndarray, rows: int, names: tuple[str, ...]) -> np.ndarray:
+def _positive_weights(
+    setting: str, counts: np.ndarray, rows: int, names: tuple[str, ...]
+) -> np.ndarray:
     """(classes,) float64: the weights of positive labels."""
     if setting != "balanced":
         return _weights_by_name("pos_weight", setting, names)
-    varies = (counts > 0) & (counts < rows)  # a label of every row would weigh 0, and not be trained at all
+    varies = (counts > 0) & (
+        counts < rows
+    )  # a label of every row would weigh 0, and not be trained at all
     return np.where(varies, (rows - counts) / np.maximum(counts, 1), 1)
 
 
@@ -114,7 +153,9 @@ def _weights_by_name(setting: str, text: str, names: tuple[str, ...]) -> np.ndar
             weight = np.nan
         where = f"--{setting} {part.strip()}"
         if name not in weights:
-            faults.add(f"{where}: there is no class {name!r}{did_you_mean(name, names)}: there are {listing(names)}")
+            faults.add(
+                f"{where}: there is no class {name!r}{did_you_mean(name, names)}: there are {listing(names)}"
+            )
         elif not 0 < weight < np.inf:
             faults.add(f"{where}: write balanced, or a number above 0 for each class, {names[0]}=2")
         else:
@@ -124,8 +165,15 @@ def _weights_by_name(setting: str, text: str, names: tuple[str, ...]) -> np.ndar
 
 
 def _listed(order: list[int], names: tuple[str, ...], numbers: np.ndarray, written: str) -> str:
-    shown = order if len(order) <= _MAX_LISTED else [*order[: _MAX_LISTED // 2], -1, *order[-_MAX_LISTED // 2 :]]
-    return ", ".join("..." if place < 0 else f"{names[place]} {written.format(numbers[place])}" for place in shown)
+    shown = (
+        order
+        if len(order) <= _MAX_LISTED
+        else [*order[: _MAX_LISTED // 2], -1, *order[-_MAX_LISTED // 2 :]]
+    )
+    return ", ".join(
+        "..." if place < 0 else f"{names[place]} {written.format(numbers[place])}"
+        for place in shown
+    )
 
 
 def _advice(order: list[int], counts: np.ndarray, rows: int, labels: Labels) -> str:
@@ -158,7 +206,9 @@ def doubtful_names(names: Sequence[str]) -> Iterator[str]:
     parts_of = {name: {part.strip() for part in re.split(r"[|｜;；、]", name)} for name in names}
     counts = Counter(part for parts in parts_of.values() for part in parts)
     if joined := [
-        repr(name) for name, parts in parts_of.items() if min(len(parts), *(counts[part] for part in parts)) > 1
+        repr(name)
+        for name, parts in parts_of.items()
+        if min(len(parts), *(counts[part] for part in parts)) > 1
     ]:
         yield f"the parts of classes {listing(joined)} recur: if rows have several classes, pass --problem_type {MULTI}"
     for name in sorted(_MISSING_NAMES.intersection(names)):

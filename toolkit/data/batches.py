@@ -84,7 +84,9 @@ class GlobalBatches(Sequence[np.ndarray]):
             self._order = generator.choice(count, count, p=probabilities)
         self._lengths, self._size, self._by_length = lengths, global_batch_size, group_by_length
         # smaller windows for small sets, or every epoch would be one sorted list
-        self._window = global_batch_size * max(1, min(count // (global_batch_size * 4), _WINDOW_BATCHES))
+        self._window = global_batch_size * max(
+            1, min(count // (global_batch_size * 4), _WINDOW_BATCHES)
+        )
         self._sorted: set[int] = set()
         full = count // global_batch_size
         self._places = generator.permutation(full) if group_by_length else np.arange(full)
@@ -109,7 +111,12 @@ class GlobalBatches(Sequence[np.ndarray]):
 
 
 def micro_batches(
-    split: Split, indices: np.ndarray, per_device: int, rank: int, world: int, max_tokens: int | None = None
+    split: Split,
+    indices: np.ndarray,
+    per_device: int,
+    rank: int,
+    world: int,
+    max_tokens: int | None = None,
 ) -> list[np.ndarray]:
     """One global batch -> this rank's micro-batches, equally many on every rank.
 
@@ -125,7 +132,9 @@ def micro_batches(
     return _halve_to_multiple(cut, split.lengths, world)[rank::world]
 
 
-def accumulation_of(split: Split, samples: int, per_device: int, world: int, max_tokens: int | None) -> int:
+def accumulation_of(
+    split: Split, samples: int, per_device: int, world: int, max_tokens: int | None
+) -> int:
     """An upper bound of the micro-batches per rank of any `samples` texts of a split."""
     if max_tokens is None and split.buckets is None:
         return max(1, -(-samples // (per_device * world)))
@@ -140,15 +149,25 @@ def accumulation_of(split: Split, samples: int, per_device: int, world: int, max
 
 
 def _cut_by_length(
-    by_length: np.ndarray, lengths: np.ndarray, per_device: int, max_tokens: int | None, buckets: LengthBuckets | None
+    by_length: np.ndarray,
+    lengths: np.ndarray,
+    per_device: int,
+    max_tokens: int | None,
+    buckets: LengthBuckets | None,
 ) -> list[np.ndarray]:
     """Samples, longest first, and their lengths -> micro-batches of consecutive samples."""
     bucket = np.zeros_like(lengths) if buckets is None else buckets.of(lengths)
     cut: list[np.ndarray] = []
     start = 0
     while start < len(by_length):
-        size = per_device if max_tokens is None else min(per_device, max(1, max_tokens // _width(lengths[start])))
-        same_bucket = int(np.argmin(bucket[start : start + size] == bucket[start])) or size  # 0: all are
+        size = (
+            per_device
+            if max_tokens is None
+            else min(per_device, max(1, max_tokens // _width(lengths[start])))
+        )
+        same_bucket = (
+            int(np.argmin(bucket[start : start + size] == bucket[start])) or size
+        )  # 0: all are
         cut.append(by_length[start : start + same_bucket])
         start += len(cut[-1])
     return cut
@@ -192,7 +211,11 @@ class Collator:
         real = len(indices) > 0
         indices = indices if real else np.zeros(1, np.int64)
         lengths, types = self.split.lengths[indices], self.split.token_types
-        weights = np.ones(len(indices), np.float32) if self.split.weights is None else self.split.weights[indices]
+        weights = (
+            np.ones(len(indices), np.float32)
+            if self.split.weights is None
+            else self.split.weights[indices]
+        )
         return Batch(
             inputs=self.inputs(
                 self.split.gather(self.split.input_ids, indices), lengths,
@@ -206,14 +229,18 @@ class Collator:
             columns={name: self.move(values[indices]) for name, values in self.split.columns.items()},
         )  # fmt: skip
 
-    def inputs(self, tokens: np.ndarray, lengths: np.ndarray, types: np.ndarray | None) -> dict[str, Any]:
+    def inputs(
+        self, tokens: np.ndarray, lengths: np.ndarray, types: np.ndarray | None
+    ) -> dict[str, Any]:
         """(T,) tokens and token types of samples one after another, (B,) their lengths -> `Batch.inputs`."""
         width, padded = int(lengths.max()), bool(lengths.min() < lengths.max())
         if self.device.type == "cuda" and padded:  # a mask rules the flash kernel out
             width = padded_width(width, self.longest, self.split.buckets)
         inputs = Inputs(input_ids=self.padded(tokens, lengths, width, self.pad_id, self.left))
         if padded:  # without padding attention needs no mask, and is faster
-            inputs["attention_mask"] = self.padded(np.ones_like(tokens), lengths, width, 0, self.left)
+            inputs["attention_mask"] = self.padded(
+                np.ones_like(tokens), lengths, width, 0, self.left
+            )
         if types is not None:
             inputs["token_type_ids"] = self.padded(types, lengths, width, self.pad_type, self.left)
         return inputs
@@ -231,9 +258,13 @@ class Collator:
         buckets = LengthBuckets.of_model(getattr(model, "config", None))
         if self.split.buckets and buckets and buckets != self.split.buckets:
             why = "model.config has another block_size or num_random_blocks than when the texts were loaded"
-            raise UserError(f"{why}: pass --model_name_or_path OUT, of `toolkit to-bigbird BERT OUT --block_size N`")
+            raise UserError(
+                f"{why}: pass --model_name_or_path OUT, of `toolkit to-bigbird BERT OUT --block_size N`"
+            )
 
-    def padded(self, values: np.ndarray, lengths: np.ndarray, width: int, filler: int, left: bool) -> torch.Tensor:
+    def padded(
+        self, values: np.ndarray, lengths: np.ndarray, width: int, filler: int, left: bool
+    ) -> torch.Tensor:
         """(T,) values of samples one after another, (B,) their lengths -> (B, width) int64 on the device."""
         padded, columns = np.full((len(lengths), width), filler, np.int64), np.arange(width)
         padded[columns >= width - lengths[:, None] if left else columns < lengths[:, None]] = values

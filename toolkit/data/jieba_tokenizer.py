@@ -80,7 +80,9 @@ def words_first(tokenizer: Any) -> Any:
     installed, saved = load_jieba().name, tokenizer.init_kwargs.get(MARK)
     segmenter, *version = str(saved or "jieba").split()
     if segmenter != "jieba":
-        raise UserError(f"tokenizer_config.json has {MARK}: {saved!r}, and only jieba is supported: remove that key")
+        raise UserError(
+            f"tokenizer_config.json has {MARK}: {saved!r}, and only jieba is supported: remove that key"
+        )
     if version and saved != installed:
         raise UserError(
             f"this tokenizer was saved with {saved}, and {installed} is installed, which segments words differently: "
@@ -106,12 +108,16 @@ def load_words_first(name: str) -> Any:
     if not _is_wordpiece(tokenizer):
         bert = BertTokenizerFast.from_pretrained(name)
         # which without a vocabulary has only the special tokens
-        tokenizer = bert if tokenizer is None or len(bert) > len(bert.all_special_tokens) else tokenizer
+        tokenizer = (
+            bert if tokenizer is None or len(bert) > len(bert.all_special_tokens) else tokenizer
+        )
     return words_first(tokenizer)
 
 
 def _is_wordpiece(tokenizer: Any) -> bool:
-    return isinstance(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None), WordPiece)
+    return isinstance(
+        getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None), WordPiece
+    )
 
 
 def is_jieba(folder: Path) -> bool:
@@ -145,14 +151,21 @@ class WordBackend:
         most = cut["max_length"] if cut and cut["direction"] == "right" else None
         return self._encode(self._backend.encode_batch_fast, texts, most=most)
 
-    def _encode(self, encode: Callable[..., Any], *arguments: Any, most: int | None = None, **options: Any) -> Any:
+    def _encode(
+        self, encode: Callable[..., Any], *arguments: Any, most: int | None = None, **options: Any
+    ) -> Any:
         backend = self._backend
         with self._lock:
             normalizer, pre_tokenizer = plain = backend.normalizer, backend.pre_tokenizer
             split = partial(
-                self._split, normalizer or normalizers.Sequence([]), pre_tokenizer or BertPreTokenizer(), most
+                self._split,
+                normalizer or normalizers.Sequence([]),
+                pre_tokenizer or BertPreTokenizer(),
+                most,
             )
-            custom = PreTokenizer.custom(SimpleNamespace(pre_tokenize=lambda text: text.split(split)))
+            custom = PreTokenizer.custom(
+                SimpleNamespace(pre_tokenize=lambda text: text.split(split))
+            )
             backend.normalizer, backend.pre_tokenizer = normalizers.Sequence([]), custom
             try:
                 return encode(*arguments, **options)
@@ -170,7 +183,10 @@ class WordBackend:
                 pieces.append(piece)
             else:
                 normalizer.normalize(piece)
-                pieces += [piece[start:stop] for _, (start, stop) in pre_tokenizer.pre_tokenize_str(piece.normalized)]
+                pieces += [
+                    piece[start:stop]
+                    for _, (start, stop) in pre_tokenizer.pre_tokenize_str(piece.normalized)
+                ]
             if most is not None and len(pieces) > most:
                 break
         return pieces

@@ -28,7 +28,9 @@ _MAX_DISTINCT = 200_000
 """Distinct values of a column that are read to infer its type: more are not classes, and would take much memory."""
 _FLAGS = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
 _NO_LABEL = "no label: fill it or remove the row (a training run leaves out empty cells with --drop_empty_text)"
-_ITEM = re.compile(r"('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[\w.+-]+)(\s+(?=['\"\w.+-]))?", re.DOTALL)
+_ITEM = re.compile(
+    r"('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[\w.+-]+)(\s+(?=['\"\w.+-]))?", re.DOTALL
+)
 _SEPARATORS = r"[|｜,，;；、]"
 
 
@@ -60,14 +62,22 @@ class Labels(Targets):
     def text_columns(cls, settings: Any, table: Table, text_column: str) -> dict[str, str]:
         """With --drop_empty_text, rows without a label are left out, too."""
         columns = table.find_columns(settings.data.label_column, USUAL, "label_column")
-        can_drop = settings.data.drop_empty_text and getattr(settings.model, "problem_type", None) != MULTI
-        return {"label_column": columns[0]} if can_drop and len(columns) == 1 and _has_cells(table, columns[0]) else {}
+        can_drop = (
+            settings.data.drop_empty_text and getattr(settings.model, "problem_type", None) != MULTI
+        )
+        return (
+            {"label_column": columns[0]}
+            if can_drop and len(columns) == 1 and _has_cells(table, columns[0])
+            else {}
+        )
 
     @classmethod
     def find(cls, settings: Any, table: Table, text_column: str, rows: np.ndarray) -> Labels:
         facts = cls.data_facts(settings)
         names = facts.get("class_names")
-        return find_labels(table, facts["label_column"], facts["problem_type"], text_column, rows, names)
+        return find_labels(
+            table, facts["label_column"], facts["problem_type"], text_column, rows, names
+        )
 
     @property
     def size(self) -> int:
@@ -77,8 +87,12 @@ class Labels(Targets):
     @cached_property
     def _ids(self) -> dict[str, int]:
         names = self.values or self.names
-        ids = {_name(name): index for index, name in enumerate(names)} | {name: i for i, name in enumerate(names)}
-        unnamed = list(names) == [f"LABEL_{index}" for index in ids.values()]  # transformers' default: the file has ids
+        ids = {_name(name): index for index, name in enumerate(names)} | {
+            name: i for i, name in enumerate(names)
+        }
+        unnamed = list(names) == [
+            f"LABEL_{index}" for index in ids.values()
+        ]  # transformers' default: the file has ids
         return ids | {str(index): index for index in ids.values()} if unnamed else ids
 
     def in_columns(self, table: Table, columns: tuple[str, ...]) -> Labels:
@@ -104,11 +118,19 @@ class Labels(Targets):
             dtype: Any = np.int64
         else:
             one = self._numbers if self.problem_type == "regression" else self._flags
-            read, dtype = lambda cells, numbers: list(map(one, cells, map(table.where, numbers.tolist()))), np.float32
-        parts = [np.array(read(cells, numbers), dtype) for numbers, cells in _cells(table, self.columns, rows)]
+            read, dtype = (
+                lambda cells, numbers: list(map(one, cells, map(table.where, numbers.tolist()))),
+                np.float32,
+            )
+        parts = [
+            np.array(read(cells, numbers), dtype)
+            for numbers, cells in _cells(table, self.columns, rows)
+        ]
         return np.concatenate(parts) if parts else np.zeros(0, dtype)
 
-    def _class_ids(self, ids: dict[Any, int], table: Table, cells: list[Any], rows: np.ndarray) -> list[int]:
+    def _class_ids(
+        self, ids: dict[Any, int], table: Table, cells: list[Any], rows: np.ndarray
+    ) -> list[int]:
         """`ids`: a cache, cell -> class id, so that each distinct cell is looked up once."""
         keys = cells if cells and isinstance(cells[0], str) else list(map(repr, cells))
         if not ids.keys() >= set(keys):
@@ -121,7 +143,9 @@ class Labels(Targets):
         if not set(self.columns) <= set(table.rows.column_names):
             return False
         blocks = (cells for column in self.columns for _, cells in _cells(table, (column,), None))
-        return all(_is_missing(value) or not str(value).strip() for cells in blocks for value in cells)
+        return all(
+            _is_missing(value) or not str(value).strip() for cells in blocks for value in cells
+        )
 
     def _id(self, value: Any, where: str) -> int:
         name = "" if _is_missing(value) else str(value) if str(value) in self._ids else _name(value)
@@ -150,7 +174,9 @@ class Labels(Targets):
                 "1, or numbers to predict: then pass --problem_type regression"
             )
         if len(flags) != self.size or odd is not None:
-            raise UserError(f"{where}: {value!r} must hold a 0 or 1 for each of {self.size} classes")
+            raise UserError(
+                f"{where}: {value!r} must hold a 0 or 1 for each of {self.size} classes"
+            )
         return flags
 
     def _numbers(self, value: Any, where: str) -> float | list[float]:
@@ -159,8 +185,12 @@ class Labels(Targets):
         if self.size == 1:
             return _number(items[0] if items and len(items) == 1 else value, where)
         if items is None or len(items) != self.size:
-            raise UserError(f"{where}: {value!r} must hold {self.size} numbers: {listing(self.names)}")
-        return [_number(item, f"{where}, {name}") for item, name in zip(items, self.names, strict=True)]
+            raise UserError(
+                f"{where}: {value!r} must hold {self.size} numbers: {listing(self.names)}"
+            )
+        return [
+            _number(item, f"{where}, {name}") for item, name in zip(items, self.names, strict=True)
+        ]
 
     def strata(self, encoded: np.ndarray) -> np.ndarray | None:
         return encoded if self.problem_type == "single_label_classification" else None
@@ -172,10 +202,17 @@ class Labels(Targets):
         return {"label_columns": list(self.columns), "label_values": list(self.values)}
 
     def describe(self) -> str:
-        kind, names = self.problem_type.replace("_", " "), ", ".join(self.names[:8]) + "..." * (self.size > 8)
+        kind, names = (
+            self.problem_type.replace("_", " "),
+            ", ".join(self.names[:8]) + "..." * (self.size > 8),
+        )
         what = "classes" if kind != "regression" else "outputs" if self.size > 1 else "output"
-        lists = f" (each list in {self.columns[0]!r} read as a 0 or 1 per class, not as class numbers)"
-        return f"{kind}, {self.size} {what}: {names}" + lists * (self.multi_hot and len(self.columns) == 1)
+        lists = (
+            f" (each list in {self.columns[0]!r} read as a 0 or 1 per class, not as class numbers)"
+        )
+        return f"{kind}, {self.size} {what}: {names}" + lists * (
+            self.multi_hot and len(self.columns) == 1
+        )
 
 
 def find_labels(
@@ -196,18 +233,30 @@ def find_labels(
     rows = np.arange(len(table)) if rows is None else rows
     columns = table.find_columns(label_column, USUAL, "label_column")
     if not columns:
-        others = [name for name in table.rows.column_names if name not in table.columns_of(text_column)]
-        several = f" (or several, each with 0 or 1 or a number: --label_column {','.join(others[:3])})"
-        raise table.ambiguous_column("label", "label_column", others, several if len(others) > 1 else "")
-    values = [value for _, value in itertools.islice(_distinct(table, columns, rows), _MAX_DISTINCT)]
-    no_classes = UserError("--label_names_file names classes that are numbers in one column: leave it out")
+        others = [
+            name for name in table.rows.column_names if name not in table.columns_of(text_column)
+        ]
+        several = (
+            f" (or several, each with 0 or 1 or a number: --label_column {','.join(others[:3])})"
+        )
+        raise table.ambiguous_column(
+            "label", "label_column", others, several if len(others) > 1 else ""
+        )
+    values = [
+        value for _, value in itertools.islice(_distinct(table, columns, rows), _MAX_DISTINCT)
+    ]
+    no_classes = UserError(
+        "--label_names_file names classes that are numbers in one column: leave it out"
+    )
     if len(columns) > 1:
         if class_names:
             raise no_classes
         numbers = [[to_float(item) for item in items] for items in values]
         problem = problem_type or ("regression" if _are_measures(numbers) else MULTI)
         if problem == "single_label_classification":
-            raise UserError(f"several label columns mean several labels or numbers, not --problem_type {problem}")
+            raise UserError(
+                f"several label columns mean several labels or numbers, not --problem_type {problem}"
+            )
         return Labels(problem, columns, columns, multi_hot=problem == MULTI)
     column = columns[0]
     problem = problem_type or _guess(values, f"{table.name}: column {column!r}")
@@ -217,7 +266,11 @@ def find_labels(
         if class_names:
             raise no_classes
         width = len(_parsed_list(values[0]) or [0])
-        return Labels(problem, tuple(f"{column}_{place}" for place in range(width)) if width > 1 else columns, columns)
+        return Labels(
+            problem,
+            tuple(f"{column}_{place}" for place in range(width)) if width > 1 else columns,
+            columns,
+        )
     feature, multi_hot = _class_feature(table, column), False
     if class_names and feature is not None:
         raise no_classes
@@ -228,7 +281,9 @@ def find_labels(
         classes = set(map(_name, values))
     names, cell_values = natural_order(classes), tuple[str, ...]()
     # nearly as many values as rows are names, numbers or texts, not classes
-    most_classes = _MAX_CLASSES if problem_type else min(_MAX_CLASSES, max(_FEW_CLASSES, len(rows) / 2))
+    most_classes = (
+        _MAX_CLASSES if problem_type else min(_MAX_CLASSES, max(_FEW_CLASSES, len(rows) / 2))
+    )
     if feature is not None:
         names = tuple(feature.names)
     elif class_names:
@@ -241,8 +296,16 @@ def find_labels(
         )
     same = multi_hot and len(values) == 1  # as class numbers, too
     if len(names) < 2 or same:
-        content = f"{values[0]} in each row" if same else f"one class only ({names[0]})" if names else "no class at all"
-        raise UserError(f"{table.name}: column {column!r} holds {content}: at least two are needed (--label_column)")
+        content = (
+            f"{values[0]} in each row"
+            if same
+            else f"one class only ({names[0]})"
+            if names
+            else "no class at all"
+        )
+        raise UserError(
+            f"{table.name}: column {column!r} holds {content}: at least two are needed (--label_column)"
+        )
     return Labels(problem, names, columns, multi_hot, cell_values)
 
 
@@ -251,7 +314,9 @@ def _names_in_lists(table: Table, column: str, rows: np.ndarray) -> tuple[set[st
     names, widths, flags = set[str](), set[int](), True
     for row, value in _distinct(table, (column,), rows):
         items = _list_of(value, table.where(row))
-        names.update(filter(None, map(_name, items)))  # an empty one is no class: `encode` names its row
+        names.update(
+            filter(None, map(_name, items))
+        )  # an empty one is no class: `encode` names its row
         widths.add(len(items))
         flags = flags and {str(item).strip().lower() for item in items} <= _FLAGS.keys()
     multi_hot = flags and len(widths) == 1 and max(widths) > 1
@@ -275,14 +340,22 @@ def _names_from_file(
 
 def natural_order(names: Iterable[str]) -> tuple[str, ...]:
     """`10, 9, -1` -> `-1, 9, 10`; `class 10, class 2` -> `class 2, class 10`."""
-    each = sorted(names)  # names that sort alike, `a1` and `a01`: a set's order differs from process to process
-    return tuple(sorted(each, key=int) if all(re.fullmatch(r"-?\d+", name) for name in each) else natsorted(each))
+    each = sorted(
+        names
+    )  # names that sort alike, `a1` and `a01`: a set's order differs from process to process
+    return tuple(
+        sorted(each, key=int)
+        if all(re.fullmatch(r"-?\d+", name) for name in each)
+        else natsorted(each)
+    )
 
 
 # --- cells ---
 
 
-def _cells(table: Table, columns: Sequence[str], rows: np.ndarray | None) -> Iterator[tuple[np.ndarray, list[Any]]]:
+def _cells(
+    table: Table, columns: Sequence[str], rows: np.ndarray | None
+) -> Iterator[tuple[np.ndarray, list[Any]]]:
     """Batches of (row numbers, cells): lists of cells for several columns; `ClassLabel` ids as names."""
     for numbers, values in table.cells(columns, rows):
         if len(columns) > 1:
@@ -310,7 +383,9 @@ def _distinct(table: Table, columns: Sequence[str], rows: np.ndarray) -> Iterato
 def _label_names(value: Any, to_name: Callable[[int], str]) -> Any:
     if isinstance(value, list):
         return [_label_names(item, to_name) for item in value]
-    return None if value is None or value < 0 else to_name(int(value))  # -1: an unlabelled row of a hub data set
+    return (
+        None if value is None or value < 0 else to_name(int(value))
+    )  # -1: an unlabelled row of a hub data set
 
 
 def _class_feature(table: Table, column: str) -> Any:
@@ -332,7 +407,10 @@ def _guess(cells: Sequence[Any], where: str) -> ProblemType:
     fractions = any(number % 1 for number in numbers if math.isfinite(number))
     if len(numbers) == len(values):
         return "regression" if fractions else "single_label_classification"
-    parts = [[to_float(part) for part in re.split(rf"{_SEPARATORS}|\s+", str(value).strip())] for value in values]
+    parts = [
+        [to_float(part) for part in re.split(rf"{_SEPARATORS}|\s+", str(value).strip())]
+        for value in values
+    ]
     if all(None not in items for items in parts):
         several = next(value for value, items in zip(values, parts, strict=True) if len(items) > 1)
         raise UserError(
@@ -340,7 +418,11 @@ def _guess(cells: Sequence[Any], where: str) -> ProblemType:
             f"numbers to predict, or pass --problem_type single_label_classification, or {MULTI} for lists"
         )
     # where most are numbers, `encode` names the row of one that is not
-    return "regression" if fractions and 2 * len(numbers) > len(values) else "single_label_classification"
+    return (
+        "regression"
+        if fractions and 2 * len(numbers) > len(values)
+        else "single_label_classification"
+    )
 
 
 def _guess_of_lists(lists: Sequence[list[Any]], where: str) -> ProblemType:
@@ -387,7 +469,9 @@ def _refuse_empty(table: Table, column: str, rows: np.ndarray, problem: ProblemT
     ]
     if blank:
         several = any(re.search(_SEPARATORS, str(cell)) for cell in table.rows[:100][column])
-        other = f", or pass --problem_type {MULTI} if a row may have several classes or none" * several
+        other = (
+            f", or pass --problem_type {MULTI} if a row may have several classes or none" * several
+        )
         drop = ", or pass --drop_empty_text, which leaves them out" * _has_cells(table, column)
         rows_text = f"rows {table.listing(blank)}: fill or remove them{drop}{other}"
         raise UserError(f"{table.name}: no label in column {column!r} of {rows_text}")
@@ -395,7 +479,10 @@ def _refuse_empty(table: Table, column: str, rows: np.ndarray, problem: ProblemT
 
 def _has_cells(table: Table, column: str) -> bool:
     """Whether it holds neither lists, also as text, nor the ids of a `ClassLabel`, of which -1 is missing."""
-    if not hasattr(table.rows.features[column], "dtype") or _class_feature(table, column) is not None:
+    if (
+        not hasattr(table.rows.features[column], "dtype")
+        or _class_feature(table, column) is not None
+    ):
         return False
     return all(_parsed_list(cell) is None for cell in table.rows[:100][column])
 
@@ -413,9 +500,13 @@ def _name(value: Any) -> str:
 def _number(value: Any, where: str) -> float:
     number = to_float(value)
     if number is None or not math.isfinite(number):
-        raise UserError(f"{where}: the label {value!r} is not a number: correct it, or pass another --problem_type")
+        raise UserError(
+            f"{where}: the label {value!r} is not a number: correct it, or pass another --problem_type"
+        )
     if abs(number) > float(np.finfo(np.float32).max):
-        raise UserError(f"{where}: the label {value!r} exceeds the range of float32 (3.4e38): scale the labels")
+        raise UserError(
+            f"{where}: the label {value!r} exceeds the range of float32 (3.4e38): scale the labels"
+        )
     return number
 
 
@@ -440,7 +531,9 @@ def _parsed_list(value: Any) -> list[Any] | None:
             parsed = parse(text)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             continue
-        return parsed if isinstance(parsed, list) and ... not in parsed else None  # of a shortened array
+        return (
+            parsed if isinstance(parsed, list) and ... not in parsed else None
+        )  # of a shortened array
     return None
 
 

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 _LAYOUT = 2  # increase when the content of a prepared folder changes
-WARN_UNKNOWN, MAX_UNKNOWN = 0.05, 0.5  # shares of all tokens; “ and ” are unknown to bert-base-chinese
+WARN_UNKNOWN, MAX_UNKNOWN = (
+    0.05,
+    0.5,
+)  # shares of all tokens; “ and ” are unknown to bert-base-chinese
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,11 @@ class Prepared:
 
     @property
     def splits(self) -> dict[str, Split]:
-        return {split.name: split for split in (self.train, self.validation, self.test) if split is not None}
+        return {
+            split.name: split
+            for split in (self.train, self.validation, self.test)
+            if split is not None
+        }
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -77,7 +84,9 @@ class Prepared:
         return self.targets.facts() | ({"text_pair": self.text_pair} if self.text_pair else {})
 
 
-def prepare_data(settings: Any, tokenizer: Any, model_config: Any, accelerator: Accelerator | None = None) -> Prepared:
+def prepare_data(
+    settings: Any, tokenizer: Any, model_config: Any, accelerator: Accelerator | None = None
+) -> Prepared:
     """Tokenizes the texts and encodes their targets, in one process per machine; all processes load them. Raises
     UserError for every fault of the input, and when machines have different data."""
     data = settings.data
@@ -86,18 +95,32 @@ def prepare_data(settings: Any, tokenizer: Any, model_config: Any, accelerator: 
         _require_equal_settings(several, settings)
     if data.preprocessing_num_workers:  # the tokenizer reads it at its first call
         os.environ["RAYON_NUM_THREADS"] = str(data.preprocessing_num_workers)
-    targets_class: type[Targets] = first(targets(settings) for targets in hooks("targets", settings)) or Labels
+    targets_class: type[Targets] = (
+        first(targets(settings) for targets in hooks("targets", settings)) or Labels
+    )
     targets_class.check(settings, tokenizer)
     tokens.refuse_foreign_tokenizer(tokenizer, model_config)
     tables = read_tables(data, targets_class.column_setting is not None)
     facts = _facts(settings, tokenizer, model_config, targets_class, "validation" in tables)
-    length, longest = getattr(getattr(settings, "long", None), "compare_max_length", None), facts["max_length"]
+    length, longest = (
+        getattr(getattr(settings, "long", None), "compare_max_length", None),
+        facts["max_length"],
+    )
     if length and length >= longest:
-        raise UserError(f"--compare_max_length {length}: texts are cut at {longest} tokens anyway: pass fewer")
-    fingerprint, digests = tokens.fingerprint(tokenizer), {split: table.digest for split, table in tables.items()}
+        raise UserError(
+            f"--compare_max_length {length}: texts are cut at {longest} tokens anyway: pass fewer"
+        )
+    fingerprint, digests = (
+        tokens.fingerprint(tokenizer),
+        {split: table.digest for split, table in tables.items()},
+    )
     if several is not None:  # before an hour of work on different data
-        content = {f"the content of the {split} data": digest[:12] for split, digest in digests.items()}
-        launch.require_equal(several, "the data", {**content, **facts, "the tokenizer": fingerprint[:12]})
+        content = {
+            f"the content of the {split} data": digest[:12] for split, digest in digests.items()
+        }
+        launch.require_equal(
+            several, "the data", {**content, **facts, "the tokenizer": fingerprint[:12]}
+        )
     facts |= {"tables": digests, "tokenizer": fingerprint}
     feature_facts: dict[str, Any] = {}
     for data_facts in hooks("data_facts", settings):
@@ -112,14 +135,22 @@ def prepare_data(settings: Any, tokenizer: Any, model_config: Any, accelerator: 
             _Preparation(settings, tokenizer, targets_class, facts, tables).write(draft)
 
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    splits = {name: tokens.load_split(folder, name, model_config, targets_class.split_class) for name in meta["splits"]}
+    splits = {
+        name: tokens.load_split(folder, name, model_config, targets_class.split_class)
+        for name in meta["splits"]
+    }
     targets: Any = targets_class.from_json(meta["labels"])
     # the same content may have been tokenized under another name
     names = {file: tables[split].name for split, file in meta.get("files", {}).items()}
-    notes = [names.get(name, name) + colon + text for name, colon, text in (n.partition(": ") for n in meta["notes"])]
+    notes = [
+        names.get(name, name) + colon + text
+        for name, colon, text in (n.partition(": ") for n in meta["notes"])
+    ]
     weights, advice, text_pair = None, "", getattr(data, "text_pair", None)
     if text_pair and not tokens.has_token_types(model_config):
-        notes.append("this model has one token type: only a separator distinguishes the two texts of a pair")
+        notes.append(
+            "this model has one token type: only a separator distinguishes the two texts of a pair"
+        )
     if objective := getattr(settings, "objective", None):  # a user's recipe may lack this section
         splits, weights, lines, advice = balance.weigh_classes(splits, targets, objective)
         notes += lines
@@ -152,14 +183,20 @@ def _require_equal_settings(accelerator: Accelerator, settings: Any) -> None:
 
 
 def _facts(
-    settings: Any, tokenizer: Any, model_config: Any, targets_class: type[Targets], has_validation: bool
+    settings: Any,
+    tokenizer: Any,
+    model_config: Any,
+    targets_class: type[Targets],
+    has_validation: bool,
 ) -> dict[str, Any]:
     """The settings that the tokens depend on; the seed only if rows are drawn."""
     data = settings.data
     pair = getattr(data, "text_pair", None) is not None
     facts = {"layout": _LAYOUT, **targets_class.data_facts(settings)}
     facts["max_length"] = tokens.choose_max_length(data.max_length, tokenizer, model_config, pair)
-    facts |= {name: getattr(data, name) for name in ("text_column", "drop_empty_text", "validation_split")}
+    facts |= {
+        name: getattr(data, name) for name in ("text_column", "drop_empty_text", "validation_split")
+    }
     optional = ("text_pair", "min_length", "max_train_samples", "max_eval_samples")
     facts |= {name: value for name in optional if (value := getattr(data, name, None)) is not None}
     if pair and "token_type_ids" not in tokenizer.model_input_names:
@@ -206,7 +243,12 @@ class _Preparation:
     @_no_garbage_collection()
     def write(self, folder: Path) -> None:
         """Selects and checks the rows of every split before tokenizing any; then writes them all to `folder`."""
-        train, data, tokenizer, notes = self.tables["train"], self.settings.data, self.tokenizer, self.notes
+        train, data, tokenizer, notes = (
+            self.tables["train"],
+            self.settings.data,
+            self.tokenizer,
+            self.notes,
+        )
         setting, pair = self.targets_class.column_setting, getattr(data, "text_pair", None)
         usual = self.targets_class.usual_columns
         others = train.find_columns(getattr(data, setting), usual, setting) if setting else ()
@@ -221,7 +263,9 @@ class _Preparation:
             )
         if len(columns) > 1:
             separator = tokens.separator_of(tokenizer)
-            notes.append(f"columns {', '.join(columns)} are one text, with {separator} between them")
+            notes.append(
+                f"columns {', '.join(columns)} are one text, with {separator} between them"
+            )
         targets, splits = self._select_rows(column, pair)
         for split, rows in splits.items():
             (folder / split).mkdir()
@@ -230,12 +274,19 @@ class _Preparation:
                 cells = rows.group_cells([*inputs, *getattr(targets, "columns", ())])
                 tokens.write_lines(folder / split / "groups.jsonl", cells)
                 texts = tokens.save_texts(folder / split / "texts.jsonl", texts)
-            blocks = tokens.encode_blocks(tokenizer, texts, self.facts["max_length"], len(rows), f"tokens of {split}")
+            blocks = tokens.encode_blocks(
+                tokenizer, texts, self.facts["max_length"], len(rows), f"tokens of {split}"
+            )
             counts = tokens.save_tokens(folder / split, blocks, unknown=tokenizer.unk_token_id)
             notes += _token_notes(split, counts, len(rows), self.facts["max_length"])
             np.save(folder / split / "rows.npy", rows.numbers)
             notes += targets.save(folder / split, rows, tokenizer)
-        meta = {"labels": asdict(targets), "text_column": column, "notes": notes, "splits": list(splits)}
+        meta = {
+            "labels": asdict(targets),
+            "text_column": column,
+            "notes": notes,
+            "splits": list(splits),
+        }
         meta["files"] = {split: table.name for split, table in self.tables.items()}
         (folder / "meta.json").write_text(json.dumps(meta, ensure_ascii=False), encoding="utf-8")
 
@@ -257,7 +308,9 @@ class _Preparation:
             others = {}
         for split, table in others.items():
             if split == "test" and targets.all_missing(table):
-                notes.append(f"{table.name} has no labels: it is left out (`toolkit predict` labels it)")
+                notes.append(
+                    f"{table.name} has no labels: it is left out (`toolkit predict` labels it)"
+                )
             else:
                 splits[split] = self._with_texts(table, texts).encode_targets(targets)
         if "validation" not in splits:
@@ -271,7 +324,9 @@ class _Preparation:
     def _with_texts(self, table: Table, texts: Mapping[str, str]) -> Rows:
         """The rows in which no text is empty, or shorter than `--min_length`; `texts`: columns by the settings that
         name them. Raises UserError naming the rows with empty texts, unless `--drop_empty_text` allows them."""
-        inputs = tuple(texts[setting] for setting in ("text_column", "text_pair") if setting in texts)
+        inputs = tuple(
+            texts[setting] for setting in ("text_column", "text_pair") if setting in texts
+        )
         separator = tokens.separator_of(self.tokenizer)
         empty, hashes = [np.zeros((len(texts), 0), bool)], [np.zeros(0, np.int64)]
         for block in table.text_blocks(list(texts.values()), separator):
@@ -286,7 +341,9 @@ class _Preparation:
                 way = f": name another with --{setting}" * (len(table.rows.column_names) > 1)
                 raise UserError(f"{table.name}: every {what} is empty{way}")
             if blank.any() and not self.settings.data.drop_empty_text:
-                hint = " (or --sample_by paragraph, if they separate texts)" * table.name.endswith(".txt")
+                hint = " (or --sample_by paragraph, if they separate texts)" * table.name.endswith(
+                    ".txt"
+                )
                 raise UserError(
                     f"{table.name}: the {what} is empty in {blank.sum()} of {len(blank)} rows (rows "
                     f"{table.listing(np.flatnonzero(blank))}): fill them, or pass --drop_empty_text{hint}"
@@ -297,17 +354,23 @@ class _Preparation:
         if dropped := flags.shape[1] - len(numbers):
             names = " or ".join(texts.values())
             self.notes.append(f"{table.name}: {dropped} rows with an empty {names} are left out")
-        return self._drop_short(Rows(table, inputs, separator, numbers, np.concatenate(hashes)[numbers], np.zeros(0)))
+        return self._drop_short(
+            Rows(table, inputs, separator, numbers, np.concatenate(hashes)[numbers], np.zeros(0))
+        )
 
     def _drop_short(self, rows: Rows) -> Rows:
         """The rows with at least `--min_length` tokens. Raises UserError when there are none."""
         name, least = rows.table.name, self.settings.data.min_length
         if least is None:
             return rows
-        blocks = tokens.encode_blocks(self.tokenizer, rows.texts(), least, len(rows), f"lengths of {name}")
+        blocks = tokens.encode_blocks(
+            self.tokenizer, rows.texts(), least, len(rows), f"lengths of {name}"
+        )
         places = np.flatnonzero(np.concatenate([block.lengths for block in blocks]) >= least)
         if not len(places):
-            raise UserError(f"{name}: no text has {least} tokens: lower --min_length, or leave it out")
+            raise UserError(
+                f"{name}: no text has {least} tokens: lower --min_length, or leave it out"
+            )
         shorter = f"{len(rows) - len(places)} of {len(rows)} texts have fewer than {least} tokens"
         self.notes.append(f"{name}: {shorter} and are left out (--min_length)")
         return rows.take(places)
@@ -320,7 +383,9 @@ class _Preparation:
             single = np.bincount(strata)[strata] < 2  # a class of one row can only be trained on
             places, strata = places[~single], strata[~single]
             if not len(places):
-                raise UserError(f"{name}: each class has one row: is --{targets.column_setting} right?")
+                raise UserError(
+                    f"{name}: each class has one row: is --{targets.column_setting} right?"
+                )
         count = max(1, round(len(places) * share))
         if count >= len(places):
             raise UserError(
@@ -340,7 +405,9 @@ class _Preparation:
 
 def data_seed(settings: Any) -> int:
     """The seed that rows are drawn with: `--data_seed`, or the run's seed."""
-    return int(settings.training.seed if settings.data.data_seed is None else settings.data.data_seed)
+    return int(
+        settings.training.seed if settings.data.data_seed is None else settings.data.data_seed
+    )
 
 
 def limit_rows(rows: Rows, split: str, settings: Any) -> tuple[Rows, list[str]]:
@@ -353,7 +420,9 @@ def limit_rows(rows: Rows, split: str, settings: Any) -> tuple[Rows, list[str]]:
     return rows.take(places), [f"{split}: {limit} of {len(rows)} rows are used (--{setting})"]
 
 
-def _stratified_sample(strata: np.ndarray | None, count: int, held_out: int, seed: int) -> np.ndarray:
+def _stratified_sample(
+    strata: np.ndarray | None, count: int, held_out: int, seed: int
+) -> np.ndarray:
     """Indices of `held_out` of `count` rows: those that scikit-learn's StratifiedShuffleSplit (ShuffleSplit without
     strata) draws with this seed, in a sixth of its memory: 0.65 GB less for ten million rows."""
     random = np.random.RandomState(seed)
@@ -428,7 +497,11 @@ def split_of_texts(
     rows = np.arange(len(texts), dtype=np.int64)
 
     def arrays() -> dict[str, Any]:
-        return {**tokens.encode_texts(tokenizer, texts, max_length, pairs), "rows": rows, "labels": rows * 0}
+        return {
+            **tokens.encode_texts(tokenizer, texts, max_length, pairs),
+            "rows": rows,
+            "labels": rows * 0,
+        }
 
     if shared_as is not None:
         with cached_folder("tokens", shared_as, None, "texts to predict") as (folder, draft):

@@ -23,7 +23,9 @@ BATCH_ROWS = 2048
 _MAX_GROUPS = 20
 USUAL_TEXT = ("text", "sentence", "content", "review", "comment", "document", "article",
               "文本", "内容", "评论", "评论内容", "正文")  # fmt: skip
-_FLATTEN = "fields within objects are not read: make columns of them first, as pandas.json_normalize does"
+_FLATTEN = (
+    "fields within objects are not read: make columns of them first, as pandas.json_normalize does"
+)
 _NUMBER = re.compile(r"\s*[-+]?[\d.,]*(e[-+]?\d+)?\s*", re.IGNORECASE)
 
 
@@ -75,12 +77,22 @@ class Table:
         import pyarrow
 
         if not self.rows.cache_files:
-            yield from self.rows.select_columns(columns or self.rows.column_names).with_format("arrow").iter(BATCH_ROWS)
+            yield from (
+                self.rows.select_columns(columns or self.rows.column_names)
+                .with_format("arrow")
+                .iter(BATCH_ROWS)
+            )
         for file in self.rows.cache_files:
-            with pyarrow.OSFile(file["filename"]) as stored, pyarrow.ipc.open_stream(stored) as stream:
+            with (
+                pyarrow.OSFile(file["filename"]) as stored,
+                pyarrow.ipc.open_stream(stored) as stream,
+            ):
                 for batch in stream:
                     selected = batch if columns is None else batch.select(columns)
-                    yield from (selected.slice(start, BATCH_ROWS) for start in range(0, len(selected), BATCH_ROWS))
+                    yield from (
+                        selected.slice(start, BATCH_ROWS)
+                        for start in range(0, len(selected), BATCH_ROWS)
+                    )
 
     def cells(
         self, columns: Sequence[str], rows: np.ndarray | None = None
@@ -88,7 +100,9 @@ class Table:
         """Batches of (row numbers, the cells of each column) of all rows, or of ascending `rows`. Raises UserError."""
         for name in columns:
             if name not in self.rows.column_names:
-                raise UserError(f"{self.name} has no column {name!r}: it has {listing(self.rows.column_names)}")
+                raise UserError(
+                    f"{self.name} has no column {name!r}: it has {listing(self.rows.column_names)}"
+                )
         start = 0
         for batch in self.batches(list(dict.fromkeys(columns))) if columns else ():
             numbers = np.arange(start, start := start + batch.num_rows)
@@ -97,7 +111,10 @@ class Table:
                 if len(selected) < len(numbers):
                     batch, numbers = batch.take(selected - numbers[0]), selected
             if len(numbers):
-                yield numbers, [self._decoded(batch.column(name), name).to_pylist() for name in columns]
+                yield (
+                    numbers,
+                    [self._decoded(batch.column(name), name).to_pylist() for name in columns],
+                )
 
     def _decoded(self, column: Any, name: str) -> Any:
         """Bytes as strings: older Spark, Hive and Impala write strings without their type."""
@@ -108,7 +125,9 @@ class Table:
         try:
             return column.cast("string")
         except pyarrow.ArrowInvalid as error:
-            raise UserError(f"{self.name}: column {name!r} holds bytes that are not UTF-8: name another") from error
+            raise UserError(
+                f"{self.name}: column {name!r} holds bytes that are not UTF-8: name another"
+            ) from error
 
     def columns_of(self, column: str) -> list[str]:
         """`title,text` -> both, unless a column has that very name; spaces around a name do not count."""
@@ -118,7 +137,9 @@ class Table:
         columns = {name.strip(): name for name in reversed(names)} | {name: name for name in names}
         return [columns.get(part, part) for name in column.split(",") if (part := name.strip())]
 
-    def find_columns(self, value: str | None, usual: tuple[str, ...], setting: str) -> tuple[str, ...]:
+    def find_columns(
+        self, value: str | None, usual: tuple[str, ...], setting: str
+    ) -> tuple[str, ...]:
         """The columns that the value of a setting names, several as `a,b`; without a value, one with a usual name, or
         none. Raises UserError when one is missing."""
         columns = self.rows.column_names
@@ -161,7 +182,9 @@ class Table:
     def pair_column(self, name: str | None, column: str) -> str | None:
         """The column of second texts that the setting names. Raises UserError when it is missing, or the first's."""
         if name is not None and name in self.columns_of(column):
-            raise UserError(f"--text_pair {name} is the first text's column too: name another, or leave it out")
+            raise UserError(
+                f"--text_pair {name} is the first text's column too: name another, or leave it out"
+            )
         return ",".join(self.find_columns(name, (), "text_pair")) or None
 
     def text_blocks(
@@ -177,18 +200,32 @@ class Table:
                 )
         for _, cells in self.cells([name for part in parts for name in part], rows):
             each = iter(cells)
-            yield [_join_texts(list(itertools.islice(each, len(part))), separator) for part in parts]
+            yield [
+                _join_texts(list(itertools.islice(each, len(part))), separator) for part in parts
+            ]
 
-    def ambiguous_column(self, what: str, setting: str, names: Sequence[str], hint: str = "") -> UserError:
+    def ambiguous_column(
+        self, what: str, setting: str, names: Sequence[str], hint: str = ""
+    ) -> UserError:
         """The error if it is unclear which column is the text, the label, ..."""
-        remedy = f"Name one of {listing(names)} with --{setting}" if names else "There is no other than the text"
+        remedy = (
+            f"Name one of {listing(names)} with --{setting}"
+            if names
+            else "There is no other than the text"
+        )
         return UserError(f"{self.name}: which column is the {what}? {remedy}{hint}")
 
 
 def _join_texts(cells: list[list[Any]], separator: str) -> list[str]:
     """The cells of one or several columns -> a text for each row."""
-    texts = [["" if text is None or text != text else str(text) for text in column] for column in cells]
-    return texts[0] if len(texts) == 1 else [separator.join(filter(str.strip, row)) for row in zip(*texts, strict=True)]
+    texts = [
+        ["" if text is None or text != text else str(text) for text in column] for column in cells
+    ]
+    return (
+        texts[0]
+        if len(texts) == 1
+        else [separator.join(filter(str.strip, row)) for row in zip(*texts, strict=True)]
+    )
 
 
 @dataclass(frozen=True)
@@ -224,7 +261,12 @@ class Targets:
     @classmethod
     def from_json(cls, loaded: dict[str, Any]) -> Targets:
         """The inverse of `dataclasses.asdict`."""
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in loaded.items()})
+        return cls(
+            **{
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in loaded.items()
+            }
+        )
 
     def facts(self) -> dict[str, Any]:
         """What must be equal in a checkpoint and the run that resumes from it. JSON."""
@@ -300,7 +342,9 @@ class Rows:
         in reports. `inputs`: columns that the model reads or learns, which are left out."""
         table, limit = self.table.rows.with_format(None), min(_MAX_GROUPS, len(self) // 2)
         names = [name for name in table.column_names if name not in inputs]
-        names = [name for name in names if len({str(cell) for cell in table[:1000][name]}) <= limit]  # quick, for texts
+        names = [
+            name for name in names if len({str(cell) for cell in table[:1000][name]}) <= limit
+        ]  # quick, for texts
         values: dict[str, set[str]] = {name: set() for name in names}
         for _, cells in self.table.cells(names, self.numbers):
             for name, column in zip(names, cells, strict=True):
@@ -308,4 +352,6 @@ class Rows:
                     values[name].update(map(str, column))
         names = [name for name in names if 1 < len(values[name]) <= limit]
         for _, cells in self.table.cells(names, self.numbers):
-            yield from (dict(zip(names, map(str, row), strict=True)) for row in zip(*cells, strict=True))
+            yield from (
+                dict(zip(names, map(str, row), strict=True)) for row in zip(*cells, strict=True)
+            )

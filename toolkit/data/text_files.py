@@ -45,7 +45,9 @@ def max_unpacked_bytes(*paths: Path) -> int:
     """How far compressed files may expand: beyond it is more likely a decompression bomb than data."""
     setting = os.environ.get("TOOLKIT_MAX_UNPACKED_BYTES", "")
     compressed = sum(path.stat().st_size for path in paths)
-    return int(setting) if setting.isdecimal() else max(_UNPACKED_BYTES, _UNPACKED_RATIO * compressed)
+    return (
+        int(setting) if setting.isdecimal() else max(_UNPACKED_BYTES, _UNPACKED_RATIO * compressed)
+    )
 
 
 def too_large(path: Path, limit: int) -> UserError:
@@ -77,7 +79,9 @@ class _Unpacked(io.RawIOBase):
         except (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError) as error:
             if self.limit is None:
                 raise UserError(f"{self.path} cannot be read: {error}") from error
-            raise UserError(f"{self.path} is not a whole {self.path.suffix} file: {error}") from error
+            raise UserError(
+                f"{self.path} is not a whole {self.path.suffix} file: {error}"
+            ) from error
         self.bytes_read += count
         if self.limit is not None and self.bytes_read > self.limit:
             raise too_large(self.path, self.limit)
@@ -93,8 +97,12 @@ def open_text(path: Path, encoding: str, newline: str = "") -> io.TextIOWrapper:
     # so that a byte order mark is not part of the first column's name
     codec = "utf-8-sig" if encoding.lower().replace("_", "-") in ("utf-8", "utf8") else encoding
     buffer = io.BufferedReader(_Unpacked(path), _CHUNK_BYTES)
-    if codec != "utf-8-sig" and buffer.peek(3).startswith(codecs.BOM_UTF8):  # GB18030 decodes it, to other characters
-        raise UserError(f"{path} begins with UTF-8's byte order mark, and --encoding is {encoding}: pass utf-8")
+    if codec != "utf-8-sig" and buffer.peek(3).startswith(
+        codecs.BOM_UTF8
+    ):  # GB18030 decodes it, to other characters
+        raise UserError(
+            f"{path} begins with UTF-8's byte order mark, and --encoding is {encoding}: pass utf-8"
+        )
     try:
         mark = "\ufeff".encode(codec, "ignore")
     except LookupError as error:
@@ -129,7 +137,9 @@ def split_lines(path: Path, text: io.TextIOWrapper) -> Iterator[str]:
 def encoding_fault(path: Path, encoding: str) -> str:
     """Names the first line that does not decode, and an encoding in which all lines do; none if most text that is
     not ASCII does decode: then the file is damaged."""
-    decoders = {name: codecs.getincrementaldecoder(name)() for name in (encoding, *_LIKELY_ENCODINGS)}
+    decoders = {
+        name: codecs.getincrementaldecoder(name)() for name in (encoding, *_LIKELY_ENCODINGS)
+    }
     replacing = codecs.getincrementaldecoder(encoding)("replace")
     bytes_read = lines_read = bad = foreign = 0
     start_bytes, fault = b"", ""
@@ -148,16 +158,29 @@ def encoding_fault(path: Path, encoding: str) -> str:
                         fault = f"{path}, {where}: not {encoding} (0x{decoded[start]:02x})"
             lines_read += line.endswith(b"\n")
             text = replacing.decode(line, final)
-            bad, foreign = bad + text.count("\ufffd"), foreign + sum(not character.isascii() for character in text)
+            bad, foreign = (
+                bad + text.count("\ufffd"),
+                foreign + sum(not character.isascii() for character in text),
+            )
     if start_bytes in (b"PK\x03\x04", b"\xd0\xcf\x11\xe0"):  # .xlsx, .xls
-        return f"{path} is an Excel workbook (or another zip), not text: save it as `CSV UTF-8` there"
+        return (
+            f"{path} is an Excel workbook (or another zip), not text: save it as `CSV UTF-8` there"
+        )
     if start_bytes[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return f"{fault}: pass --encoding utf-16"
     other = next((name for name in decoders if name != encoding), None)
-    larger = other == "gb18030" and encoding.lower() in ("gbk", "gb2312", "cp936")  # which it contains
+    larger = other == "gb18030" and encoding.lower() in (
+        "gbk",
+        "gb2312",
+        "cp936",
+    )  # which it contains
     if other != "utf-8" and not larger and (bad == 1 or bad < foreign / 2):
-        return f"{fault}; {bad} such places in the file, which is {encoding} otherwise: correct those"
-    return f"{fault}: {f'pass --encoding {other}' if other else 'convert it, or pass its --encoding'}"
+        return (
+            f"{fault}; {bad} such places in the file, which is {encoding} otherwise: correct those"
+        )
+    return (
+        f"{fault}: {f'pass --encoding {other}' if other else 'convert it, or pass its --encoding'}"
+    )
 
 
 def read_plain(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
@@ -165,7 +188,9 @@ def read_plain(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBat
     import pyarrow
 
     with open_text(path, settings.encoding, "\n") as text:
-        lines: Iterable[str] = (line.removesuffix("\n").removesuffix("\r") for line in split_lines(path, text))
+        lines: Iterable[str] = (
+            line.removesuffix("\n").removesuffix("\r") for line in split_lines(path, text)
+        )
         if settings.sample_by == "paragraph":
             groups = itertools.groupby(lines, key=lambda line: bool(line.strip()))
             lines = ("\n".join(group).strip() for filled, group in groups if filled)
@@ -182,10 +207,16 @@ def read_csv(path: Path, settings: TextSettings, kind: str) -> Iterator[pyarrow.
         raise UserError(f"--delimiter {settings.delimiter!r}: give one character, or tab")
     delimiter = delimiter or DELIMITERS[kind]
     header = names = settings.header
-    what = "names the columns as --column_names does: leave that out" if names else "repeats the header: remove it"
+    what = (
+        "names the columns as --column_names does: leave that out"
+        if names
+        else "repeats the header: remove it"
+    )
     for rows, starts in _cells(path, settings, delimiter):
         if starts[0] == 1 and re.fullmatch("sep=.?", rows[0][0], re.IGNORECASE):
-            raise UserError(f"{path}, line 1: remove this line for Excel (sep=), and pass its --delimiter")
+            raise UserError(
+                f"{path}, line 1: remove this line for Excel (sep=), and pass its --delimiter"
+            )
         if not names:
             header, rows, starts = rows[0], rows[1:], starts[1:]
             names = header
@@ -197,7 +228,9 @@ def read_csv(path: Path, settings: TextSettings, kind: str) -> Iterator[pyarrow.
         widths = set(map(len, rows))
         if max(widths, default=0) > len(names):
             row = next(row for row, cells in enumerate(rows) if len(cells) > len(names))
-            remedy = f"put texts that contain {delimiter!r} in quotes, and double quotes within them"
+            remedy = (
+                f"put texts that contain {delimiter!r} in quotes, and double quotes within them"
+            )
             remedy = _other_delimiter(names) or remedy
             raise UserError(
                 f"{path}, line {starts[row]}: {len(rows[row])} cells where the header has {len(names)}: "
@@ -211,7 +244,9 @@ def read_csv(path: Path, settings: TextSettings, kind: str) -> Iterator[pyarrow.
         raise UserError(f"{path} is empty: it holds no columns")
 
 
-def _cells(path: Path, settings: TextSettings, delimiter: str) -> Iterator[tuple[list[list[str]], Sequence[int]]]:
+def _cells(
+    path: Path, settings: TextSettings, delimiter: str
+) -> Iterator[tuple[list[list[str]], Sequence[int]]]:
     """Batches of (rows that are not blank, the line that each starts on)."""
     csv.field_size_limit(MAX_CELL)
     quoting: Any = csv.QUOTE_NONE if settings.quoting == "none" else csv.QUOTE_MINIMAL
@@ -227,8 +262,15 @@ def _cells(path: Path, settings: TextSettings, delimiter: str) -> Iterator[tuple
                 rows.extend(itertools.islice(reader, BATCH_ROWS))  # keeps the rows before an error
             except csv.Error as error:
                 ends = "end of data" in str(error) or "field limit" in str(error)
-                fault = "is never closed" if ends else f"is followed by more text on line {reader.line_num}"
-                start, number = lines_read + sum(map(_height, rows)) + 1, rows_read + sum(map(_is_filled, rows))
+                fault = (
+                    "is never closed"
+                    if ends
+                    else f"is followed by more text on line {reader.line_num}"
+                )
+                start, number = (
+                    lines_read + sum(map(_height, rows)) + 1,
+                    rows_read + sum(map(_is_filled, rows)),
+                )
                 remedy = (
                     "where double quotes are part of the texts, pass --quoting none; else close it at the end of the "
                     'cell, or double it ("")'
@@ -248,7 +290,10 @@ def _cells(path: Path, settings: TextSettings, delimiter: str) -> Iterator[tuple
                 _refuse_carriage_returns(path, batch_lines, starts)
             if min(map(len, rows)) < 2:
                 places = [place for place, row in enumerate(rows) if _is_filled(row)]
-                rows, starts = [rows[place] for place in places], [starts[place] for place in places]
+                rows, starts = (
+                    [rows[place] for place in places],
+                    [starts[place] for place in places],
+                )
             lines_read, rows_read = reader.line_num, rows_read + len(rows)
             if rows:
                 yield rows, starts
@@ -257,7 +302,9 @@ def _cells(path: Path, settings: TextSettings, delimiter: str) -> Iterator[tuple
 def _other_delimiter(header: Sequence[str]) -> str:
     """The remedy if the header is one cell with another delimiter in it; else ""."""
     names = {"\t": "tab", ";": "';'", "|": "'|'", ",": "','"}
-    other = next((name for each, name in names.items() if len(header) == 1 and each in header[0]), None)
+    other = next(
+        (name for each, name in names.items() if len(header) == 1 and each in header[0]), None
+    )
     return f"the header {header[0]!r} is one cell: pass --delimiter {other}" if other else ""
 
 
@@ -282,7 +329,12 @@ def _refuse_carriage_returns(path: Path, lines: list[str], starts: Sequence[int]
 
 
 def _refuse_quoted_rows(
-    path: Path, lines: list[str], delimiter: str, rows: list[list[str]], starts: Sequence[int], rows_read: int
+    path: Path,
+    lines: list[str],
+    delimiter: str,
+    rows: list[list[str]],
+    starts: Sequence[int],
+    rows_read: int,
 ) -> None:
     """Raises UserError if an unclosed quote makes rows, up to another row's quote, one cell: each line of the cell
     has as many cells as the header, and in some column a value that other rows have there."""
@@ -295,7 +347,9 @@ def _refuse_quoted_rows(
                 others.add(cell)
     for place in (place for place, height in enumerate(heights) if height > 1):
         first = starts[place] - starts[0]
-        parts = [line.rstrip("\r\n").split(delimiter) for line in lines[first : first + heights[place]]]
+        parts = [
+            line.rstrip("\r\n").split(delimiter) for line in lines[first : first + heights[place]]
+        ]
         if {len(part) for part in parts} != {width}:
             continue
         columns = zip(zip(*parts, strict=True), values, strict=True)
@@ -321,9 +375,13 @@ def check_column_names(path: Path, names: Sequence[str]) -> None:
             "labels"
         )
     if duplicates := [name for name, count in Counter(names).items() if count > 1]:
-        raise UserError(f"{path} has more than one column {listing(map(repr, duplicates))}: rename them")
+        raise UserError(
+            f"{path} has more than one column {listing(map(repr, duplicates))}: rename them"
+        )
     odd = [
-        name for name in names if "\0" in name or name.encode(errors="replace") != name.encode(errors="surrogatepass")
+        name
+        for name in names
+        if "\0" in name or name.encode(errors="replace") != name.encode(errors="surrogatepass")
     ]
     if odd:
         raise UserError(
@@ -335,7 +393,11 @@ def unify_schemas(first: pyarrow.Schema, second: pyarrow.Schema) -> pyarrow.Sche
     """The columns of both, of types that hold both. Raises pyarrow's errors if there is none."""
     import pyarrow
 
-    return first if first == second else pyarrow.unify_schemas([first, second], promote_options="permissive")
+    return (
+        first
+        if first == second
+        else pyarrow.unify_schemas([first, second], promote_options="permissive")
+    )
 
 
 def cast_batch(batch: pyarrow.RecordBatch, schema: pyarrow.Schema) -> pyarrow.Table:

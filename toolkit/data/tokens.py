@@ -47,9 +47,15 @@ class LengthBuckets:
     def of_model(cls, config: Any) -> LengthBuckets | None:
         """For a model's config; None if the width of a batch does not change the outputs."""
         config = pretrained.encoder_config(config)
-        if getattr(config, "model_type", "") != "big_bird" or config.attention_type != "block_sparse":
+        if (
+            getattr(config, "model_type", "") != "big_bird"
+            or config.attention_type != "block_sparse"
+        ):
             return None
-        return cls(pretrained.full_attention_up_to(config.block_size, config.num_random_blocks), config.block_size)
+        return cls(
+            pretrained.full_attention_up_to(config.block_size, config.num_random_blocks),
+            config.block_size,
+        )
 
     def of(self, lengths: np.ndarray) -> np.ndarray:
         """(samples,) int64 bucket ids: texts of one bucket have the same outputs together as alone."""
@@ -151,7 +157,9 @@ class Split:
         return replace(self, name=name, **arrays | {"token_types": types})
 
 
-def gather_slices(values: np.ndarray, offsets: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def gather_slices(
+    values: np.ndarray, offsets: np.ndarray, indices: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """The slices `values[offsets[i]:offsets[i + 1]]`, one after another, and (samples,) their lengths. A loop over
     samples would hold the interpreter's lock, which the thread that drives a GPU needs."""
     begins = offsets[indices]
@@ -163,7 +171,10 @@ def gather_slices(values: np.ndarray, offsets: np.ndarray, indices: np.ndarray) 
 def length_bins(lengths: np.ndarray) -> list[str]:
     """The length range of each sample, `12 to 30 tokens`: up to five ranges with equal numbers of samples."""
     edges = np.unique(np.quantile(lengths, [0.2, 0.4, 0.6, 0.8], method="lower"))
-    starts, ends = [int(lengths.min()), *(edges + 1).tolist()], [*edges.tolist(), int(lengths.max())]
+    starts, ends = (
+        [int(lengths.min()), *(edges + 1).tolist()],
+        [*edges.tolist(), int(lengths.max())],
+    )
     return [f"{starts[place]} to {ends[place]} tokens" for place in np.searchsorted(edges, lengths)]
 
 
@@ -201,7 +212,9 @@ def append_to_npy(path: Path, dtype: Any) -> Iterator[Callable[[np.ndarray], Non
 
     def header() -> None:
         kind = np.lib.format.dtype_to_descr(np.dtype(dtype))
-        np.lib.format.write_array_header_1_0(file, {"descr": kind, "fortran_order": False, "shape": (length,)})
+        np.lib.format.write_array_header_1_0(
+            file, {"descr": kind, "fortran_order": False, "shape": (length,)}
+        )
 
     def append(array: np.ndarray) -> None:
         nonlocal length
@@ -224,7 +237,11 @@ class Counts:
 
 
 def save_tokens(
-    folder: Path, blocks: Iterable[Block], ids: str = "input_ids", offsets: str = "offsets", unknown: int | None = None
+    folder: Path,
+    blocks: Iterable[Block],
+    ids: str = "input_ids",
+    offsets: str = "offsets",
+    unknown: int | None = None,
 ) -> Counts:
     """Appends blocks of tokens to .npy files in a folder as they come. `unknown`: the id of the unknown token."""
     counts = Counts()
@@ -237,7 +254,9 @@ def save_tokens(
             append(block.ids)
             append_ends(counts.tokens + np.cumsum(block.lengths))
             if block.types is not None:
-                append_types = append_types or files.enter_context(append_to_npy(folder / "token_types.npy", np.int8))
+                append_types = append_types or files.enter_context(
+                    append_to_npy(folder / "token_types.npy", np.int8)
+                )
                 append_types(block.types)
             counts.tokens += len(block.ids)
             counts.truncated += block.truncated
@@ -254,9 +273,17 @@ def _report_truncated_files() -> Any:
     handlers run only after numpy's access has returned, which it never does."""
 
     def end(_: int) -> None:
-        cut = [str(file) for file, size in _mapped.items() if file.is_file() and file.stat().st_size < size]
+        cut = [
+            str(file)
+            for file, size in _mapped.items()
+            if file.is_file() and file.stat().st_size < size
+        ]
         why = "bus error: /dev/shm is full (in a container: --shm-size=8g), or the disk of a memory-mapped file failed"
-        why = f"{cut[0]} was cut while the run read it: start it again, and its tokens are made anew" if cut else why
+        why = (
+            f"{cut[0]} was cut while the run read it: start it again, and its tokens are made anew"
+            if cut
+            else why
+        )
         os.write(2, f"error: {why}\n".encode())
         os._exit(1)
 
@@ -266,12 +293,18 @@ def _report_truncated_files() -> Any:
     return handler
 
 
-def load_split(folder: Path, name: str, model_config: Any = None, split_class: type[Split] = Split) -> Split:
+def load_split(
+    folder: Path, name: str, model_config: Any = None, split_class: type[Split] = Split
+) -> Split:
     """Memory-maps a saved split: the files that are fields of `split_class`."""
     _report_truncated_files()
     files = {file.stem: file for file in (folder / name).glob("*.npy")}
     _mapped.update({file: file.stat().st_size for file in files.values()})
-    arrays = {one.name: np.load(files[one.name], mmap_mode="r") for one in fields(split_class) if one.name in files}
+    arrays = {
+        one.name: np.load(files[one.name], mmap_mode="r")
+        for one in fields(split_class)
+        if one.name in files
+    }
     return split_class(name, folder / name, **of_model(arrays, model_config))
 
 
@@ -288,12 +321,17 @@ def load_tokenizer(settings: PretrainedSettings) -> Any:
     name = str(settings.model_name_or_path)
     if settings.tokenizer != "jieba":
         tokenizer = pretrained.load_plain_tokenizer(name)
-        tokenizer = words_first(tokenizer) if getattr(tokenizer, "init_kwargs", {}).get(MARK) else tokenizer
+        tokenizer = (
+            words_first(tokenizer) if getattr(tokenizer, "init_kwargs", {}).get(MARK) else tokenizer
+        )
     else:
         with pretrained.explain_load_errors(name) as path:
             tokenizer = load_words_first(path)
         pretrained.refuse_unusable(tokenizer, name)
-    if tokenizer.padding_side == "left" and tokenizer.cls_token_id in tokenizer("a")["input_ids"][:1]:
+    if (
+        tokenizer.padding_side == "left"
+        and tokenizer.cls_token_id in tokenizer("a")["input_ids"][:1]
+    ):
         tokenizer.padding_side = "right"
     return tokenizer
 
@@ -320,7 +358,9 @@ def encode_blocks(
     tokenizer = copy.deepcopy(tokenizer)
     bar, done = Progress(what, total, "texts"), 0
     fast = getattr(tokenizer, "is_fast", False)
-    tokenizer(["a"], truncation="longest_first", max_length=max_length)  # sets the truncation once, before the threads
+    tokenizer(
+        ["a"], truncation="longest_first", max_length=max_length
+    )  # sets the truncation once, before the threads
     # one thread waits for the tokenizer's own threads while the other makes arrays of tokens
     with ThreadPoolExecutor(2 if fast else 1, "tokenize") as threads:
         pending: deque[Future[Block]] = deque()
@@ -334,12 +374,21 @@ def encode_blocks(
     bar.close()
 
 
-def _encode(tokenizer: Any, fast: bool, max_length: int, texts: Sequence[str], pairs: Sequence[str] | None) -> Block:
+def _encode(
+    tokenizer: Any, fast: bool, max_length: int, texts: Sequence[str], pairs: Sequence[str] | None
+) -> Block:
     has_types = pairs is not None and "token_type_ids" in tokenizer.model_input_names
     if fast:  # transformers' own call takes twice as long
-        inputs = cut_long_texts(tokenizer, texts, max_length) if pairs is None else list(zip(texts, pairs, strict=True))
+        inputs = (
+            cut_long_texts(tokenizer, texts, max_length)
+            if pairs is None
+            else list(zip(texts, pairs, strict=True))
+        )
         encodings = tokenizer.backend_tokenizer.encode_batch_fast(inputs)
-        ids, types = [each.ids for each in encodings], [each.type_ids for each in encodings] if has_types else []
+        ids, types = (
+            [each.ids for each in encodings],
+            [each.type_ids for each in encodings] if has_types else [],
+        )
     else:
         batch = tokenizer(
             texts,
@@ -355,15 +404,26 @@ def _encode(tokenizer: Any, fast: bool, max_length: int, texts: Sequence[str], p
     flat = partial(np.fromiter, count=int(lengths.sum()))
     chain = itertools.chain.from_iterable
     truncated = sum(bool(each.overflowing) for each in encodings)
-    return Block(flat(chain(ids), np.int32), lengths, flat(chain(types), np.int8) if has_types else None, truncated)
+    return Block(
+        flat(chain(ids), np.int32),
+        lengths,
+        flat(chain(types), np.int8) if has_types else None,
+        truncated,
+    )
 
 
 def cut_long_texts(tokenizer: Any, texts: Sequence[str], max_length: int) -> Sequence[str]:
     """The texts, the very long ones (15 MB take 2.3 GB in the tokenizer) cut if this leaves their first `max_length`
     tokens as they are: each word is tokenized alone, and the cut can only change the last words."""
     backend, size = tokenizer.backend_tokenizer, _CUT * max_length
-    long = {place: text[:size] for place, text in enumerate(texts) if len(text) > _LONG_TEXT * max_length}
-    if not long or tokenizer.truncation_side != "right" or hasattr(backend, "segmenter"):  # which needs whole texts
+    long = {
+        place: text[:size]
+        for place, text in enumerate(texts)
+        if len(text) > _LONG_TEXT * max_length
+    }
+    if (
+        not long or tokenizer.truncation_side != "right" or hasattr(backend, "segmenter")
+    ):  # which needs whole texts
         return texts
     for place, each in zip(list(long), backend.encode_batch(list(long.values())), strict=True):
         parts = [each, *each.overflowing]
@@ -421,22 +481,30 @@ def has_token_types(config: Any) -> bool:
     return getattr(pretrained.encoder_config(config), "type_vocab_size", 2) != 1
 
 
-def choose_max_length(max_length: int | None, tokenizer: Any, config: Any, pair: bool = False) -> int:
+def choose_max_length(
+    max_length: int | None, tokenizer: Any, config: Any, pair: bool = False
+) -> int:
     """`max_length`, or by default the model's limit. Raises UserError if the model has fewer positions."""
     config = pretrained.encoder_config(config)
     positions = getattr(config, "max_position_embeddings", None)
     # RoBERTa and its variants count positions from pad_token_id + 1
     kind = getattr(config, "model_type", "")
-    if positions and ("roberta" in kind or kind in ("camembert", "mpnet", "longformer", "data2vec-text", "xmod")):
+    if positions and (
+        "roberta" in kind or kind in ("camembert", "mpnet", "longformer", "data2vec-text", "xmod")
+    ):
         positions -= (config.pad_token_id or 0) + 1
     special = tokenizer.num_special_tokens_to_add(pair)
     if max_length is not None and max_length <= special:
         raise UserError(
             f"--max_length {max_length} leaves no token for the text: the tokenizer adds {special} special tokens"
         )
-    limits = [limit for limit in (positions, tokenizer.model_max_length) if limit and 0 < limit < 10**6]
+    limits = [
+        limit for limit in (positions, tokenizer.model_max_length) if limit and 0 < limit < 10**6
+    ]
     if max_length is None:
         return min(limits) if limits else 512
     if positions and 0 < positions < max_length:
-        raise UserError(f"--max_length {max_length}: the model has {positions} positions; pass at most that")
+        raise UserError(
+            f"--max_length {max_length}: the model has {positions} positions; pass at most that"
+        )
     return max_length

@@ -16,7 +16,13 @@ from toolkit.data.labels import MULTI, Labels
 from toolkit.data.table import Table
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
-from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs, evaluation_batches, predict
+from toolkit.evaluation.outputs import (
+    ComputeMetrics,
+    Evaluation,
+    Outputs,
+    evaluation_batches,
+    predict,
+)
 from toolkit.objective.losses import Losses
 from toolkit.utils.features import features, first
 
@@ -66,7 +72,9 @@ class ClassAnswers(Answers):
     labels: Labels
 
     def load(self, settings: ModelSettings) -> Any:
-        from toolkit.models.classifier import load_saved_classifier  # imports transformers: a report does without
+        from toolkit.models.classifier import (
+            load_saved_classifier,
+        )  # imports transformers: a report does without
 
         return load_saved_classifier(settings)
 
@@ -95,7 +103,9 @@ class ClassAnswers(Answers):
         if labels.problem_type == "regression":
             yield from ({"prediction": _decode_label(row, labels)} for row in outputs)
             return
-        for probabilities, scores in zip(self.probabilities(outputs), self.adjust_logits(outputs), strict=True):
+        for probabilities, scores in zip(
+            self.probabilities(outputs), self.adjust_logits(outputs), strict=True
+        ):
             rounded = [round(float(probability), 6) for probability in probabilities]
             if labels.problem_type == _SINGLE:
                 index = int(scores.argmax())
@@ -111,14 +121,18 @@ class ClassAnswers(Answers):
         encoded = self.labels.in_columns(table, ("label",)).encode(table, np.arange(len(truth)))
         return classification_metrics(self.adjust_logits(outputs), encoded, self.labels)
 
-    def prediction_lines(self, rows: np.ndarray, logits: np.ndarray, truth: np.ndarray) -> Iterator[dict[str, Any]]:
+    def prediction_lines(
+        self, rows: np.ndarray, logits: np.ndarray, truth: np.ndarray
+    ) -> Iterator[dict[str, Any]]:
         """The lines of predictions.jsonl: id (row in the file, from 0), label, prediction, probabilities (in the order
         of the classes)."""
         for row, label, answer in zip(rows, truth, self.answers(logits), strict=True):
             yield {"id": int(row), "label": _decode_label(label, self.labels), **answer}
 
 
-def classification_evaluation(outputs: Outputs, labels: Labels, compute_metrics: ComputeMetrics) -> Evaluation:
+def classification_evaluation(
+    outputs: Outputs, labels: Labels, compute_metrics: ComputeMetrics
+) -> Evaluation:
     """The evaluation of gathered logits (N, C) and losses (N,); a collective, every rank gets the numbers."""
     split = outputs.split
     if not (arrays := outputs.in_order()):
@@ -139,7 +153,9 @@ def evaluate_classifier(
     outputs = Outputs(accelerator, split)
     for batch in evaluation_batches(accelerator, split, tokenizer, settings):
         logits = model(**batch.inputs).logits.float()  # (B, C)
-        outputs.add(accelerator.gather_for_metrics(batch.padded(logits, losses(logits, batch.labels))))
+        outputs.add(
+            accelerator.gather_for_metrics(batch.padded(logits, losses(logits, batch.labels)))
+        )
     return classification_evaluation(outputs, labels, compute_metrics)
 
 
@@ -157,7 +173,9 @@ def labels_of(config: Any) -> Labels:
     """A saved model's labels, in the order of its outputs. Raises UserError if one has no name, or another's."""
     where = f"{config.name_or_path}: id2label in config.json"
     if sorted(config.id2label) != list(range(config.num_labels)):
-        raise UserError(f"{where} has {listing(config.id2label)}, and needs a name for 0 to {config.num_labels - 1}")
+        raise UserError(
+            f"{where} has {listing(config.id2label)}, and needs a name for 0 to {config.num_labels - 1}"
+        )
     names = tuple(str(config.id2label[index]) for index in range(config.num_labels))
     if len(set(names)) < len(names):  # metrics would count both as the last of them
         repeated = next(name for name in names if names.count(name) > 1)
@@ -168,7 +186,9 @@ def labels_of(config: Any) -> Labels:
 
 def answers_for(name: str, config: Any) -> Any:
     """The `Answers` of a saved model: a feature's, or else a classifier's."""
-    return first(feature.answers(name, config) for feature in features()) or ClassAnswers(labels_of(config))
+    return first(feature.answers(name, config) for feature in features()) or ClassAnswers(
+        labels_of(config)
+    )
 
 
 def classification_metrics(logits: np.ndarray, truth: np.ndarray, labels: Labels) -> dict[str, Any]:
@@ -177,18 +197,30 @@ def classification_metrics(logits: np.ndarray, truth: np.ndarray, labels: Labels
     Classification: accuracy, F1 (macro, micro, weighted), precision, recall and F1 of each class, the confusion matrix.
     Regression: mean squared error, mean absolute error and Pearson correlation, averaged over the outputs.
     """
-    from sklearn import metrics as sk  # takes a second to import, and only the main process computes
+    from sklearn import (
+        metrics as sk,
+    )  # takes a second to import, and only the main process computes
 
     if labels.problem_type == "regression":
-        return _regression_metrics(logits.astype(np.float64), truth.reshape(logits.shape).astype(np.float64), labels)
+        return _regression_metrics(
+            logits.astype(np.float64), truth.reshape(logits.shape).astype(np.float64), labels
+        )
     classes = list(range(labels.size))
     single = labels.problem_type == "single_label_classification"
     guess = logits.argmax(axis=1) if single else (logits > 0).astype(int)
     truth = truth if single else truth.astype(int)
-    report: Any = sk.classification_report(truth, guess, labels=classes, output_dict=True, zero_division=0)
+    report: Any = sk.classification_report(
+        truth, guess, labels=classes, output_dict=True, zero_division=0
+    )
     numbers: dict[str, Any] = {"accuracy": float(sk.accuracy_score(truth, guess))}
-    for average in ("macro", "micro", "weighted"):  # with a single label the micro F1 equals the accuracy
-        numbers[f"f1_{average}"] = float(report.get(f"{average} avg", {"f1-score": numbers["accuracy"]})["f1-score"])
+    for average in (
+        "macro",
+        "micro",
+        "weighted",
+    ):  # with a single label the micro F1 equals the accuracy
+        numbers[f"f1_{average}"] = float(
+            report.get(f"{average} avg", {"f1-score": numbers["accuracy"]})["f1-score"]
+        )
     numbers["per_class"] = {
         name: {"precision": float(line["precision"]), "recall": float(line["recall"]), "f1": float(line["f1-score"]),
                "support": int(line["support"])}
@@ -204,12 +236,15 @@ def _regression_metrics(guess: np.ndarray, truth: np.ndarray, labels: Labels) ->
     from scipy.stats import pearsonr
     from sklearn import metrics as sk
 
-    varied = (np.ptp(truth, axis=0) > 0) & (np.ptp(guess, axis=0) > 0)  # the correlation of a constant is undefined
+    varied = (np.ptp(truth, axis=0) > 0) & (
+        np.ptp(guess, axis=0) > 0
+    )  # the correlation of a constant is undefined
     columns = {
         "mse": sk.mean_squared_error(truth, guess, multioutput="raw_values"),
         "mae": sk.mean_absolute_error(truth, guess, multioutput="raw_values"),
         "pearson": [
-            pearsonr(*pair).statistic if vary else 0.0 for *pair, vary in zip(truth.T, guess.T, varied, strict=True)
+            pearsonr(*pair).statistic if vary else 0.0
+            for *pair, vary in zip(truth.T, guess.T, varied, strict=True)
         ],
     }
     means = {name: float(np.mean(column)) for name, column in columns.items()}

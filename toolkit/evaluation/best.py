@@ -17,7 +17,11 @@ from toolkit.evaluation.outputs import ComputeMetrics, Evaluation
 from toolkit.utils.features import features
 from toolkit.utils.files import as_json
 
-_USUAL = {"single_label_classification": "f1_macro", "multi_label_classification": "f1_micro", "regression": "loss"}
+_USUAL = {
+    "single_label_classification": "f1_macro",
+    "multi_label_classification": "f1_micro",
+    "regression": "loss",
+}
 _LOWER_IS_BETTER = ("loss", "mse", "mae", "error", "perplexity")
 _TRIAL_ROWS = 10_000
 
@@ -26,13 +30,19 @@ class Best:
     """The best evaluation so far, and the number of evaluations since."""
 
     def __init__(
-        self, metric: str | None, problem_type: str, patience: int | None = None, greater_is_better: bool | None = None
+        self,
+        metric: str | None,
+        problem_type: str,
+        patience: int | None = None,
+        greater_is_better: bool | None = None,
     ) -> None:
         """`patience`: training stops after this many evaluations without improvement."""
         self.patience = patience or math.inf
         if not metric:
             defaults = [_USUAL, *(feature.usual_metrics for feature in features())]
-            metric = next((known[problem_type] for known in defaults if problem_type in known), "loss")
+            metric = next(
+                (known[problem_type] for known in defaults if problem_type in known), "loss"
+            )
         self.metric = metric.removeprefix("eval_")
         if greater_is_better is None:
             greater_is_better = not self.metric.endswith(_LOWER_IS_BETTER)
@@ -50,8 +60,12 @@ class Best:
             metrics = f"--metric_for_best_model takes one of {listing(numbers, 20)}"
             raise UserError(f"the evaluation of step {step} has no {self.metric}: {metrics}")
         number = numbers[self.metric]
-        value = -math.inf if number is None or math.isnan(number) else self.sign * number  # null in eval.jsonl
-        if value > self.value or not self.step:  # the first counts without a number, too: a run ends with a model
+        value = (
+            -math.inf if number is None or math.isnan(number) else self.sign * number
+        )  # null in eval.jsonl
+        if (
+            value > self.value or not self.step
+        ):  # the first counts without a number, too: a run ends with a model
             self.value, self.step, self.patience_counter = value, step, 0
             return True
         self.patience_counter += 1
@@ -71,12 +85,17 @@ class Best:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues from a checkpoint's state; a state of another metric or `--greater_is_better` is ignored."""
         if (state["metric"], state.get("sign", self.sign)) == (self.metric, self.sign):
-            value = -math.inf if state["value"] is None else state["value"]  # no evaluation gave a number yet
+            value = (
+                -math.inf if state["value"] is None else state["value"]
+            )  # no evaluation gave a number yet
             self.value, self.step, self.patience_counter = value, state["step"], state["waited"]
 
 
 def make_best(
-    accelerator: Accelerator, settings: TrainingSettings, data: Prepared, compute_metrics: ComputeMetrics
+    accelerator: Accelerator,
+    settings: TrainingSettings,
+    data: Prepared,
+    compute_metrics: ComputeMetrics,
 ) -> Best:
     """Makes `Best`, and calls the recipe's metrics once on random outputs for the validation rows, so that a bug in
     them is raised now and not after an epoch. A collective. Raises UserError for a `--metric_for_best_model` that is
@@ -91,7 +110,9 @@ def make_best(
     known = broadcast_object_list([known])[0]
     if best.metric not in known:
         hint = did_you_mean(best.metric, known)
-        raise UserError(f"--metric_for_best_model {metric or best.metric}{hint}: {problem_type} has {', '.join(known)}")
+        raise UserError(
+            f"--metric_for_best_model {metric or best.metric}{hint}: {problem_type} has {', '.join(known)}"
+        )
     return best
 
 
@@ -99,7 +120,13 @@ def _random_outputs(data: Prepared) -> tuple[np.ndarray, np.ndarray]:
     """(random logits (N, C), labels) for at most `_TRIAL_ROWS` evenly spaced validation rows and one of each class."""
     labels = np.asarray(data.validation.labels)
     if len(labels) > _TRIAL_ROWS:
-        firsts = labels.argmax(axis=0) if labels.ndim > 1 else np.unique(labels, return_index=True)[1][:_TRIAL_ROWS]
-        labels = labels[np.union1d(np.linspace(0, len(labels) - 1, _TRIAL_ROWS, dtype=np.int64), firsts)]
+        firsts = (
+            labels.argmax(axis=0)
+            if labels.ndim > 1
+            else np.unique(labels, return_index=True)[1][:_TRIAL_ROWS]
+        )
+        labels = labels[
+            np.union1d(np.linspace(0, len(labels) - 1, _TRIAL_ROWS, dtype=np.int64), firsts)
+        ]
     size = (len(labels), len(data.facts["labels"]))
     return np.random.default_rng(0).standard_normal(size).astype(np.float32), labels

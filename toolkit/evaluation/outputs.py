@@ -61,7 +61,9 @@ class Evaluation:
 def drop_redundant_f1(numbers: dict[str, Any]) -> dict[str, Any]:
     """Numbers without the micro F1 if it equals the accuracy, as for every single-label task."""
     redundant = numbers.get("f1_micro") == numbers.get("accuracy")
-    return {name: value for name, value in numbers.items() if not (redundant and name == "f1_micro")}
+    return {
+        name: value for name, value in numbers.items() if not (redundant and name == "f1_micro")
+    }
 
 
 GATHER = "call outputs.add(accelerator.gather_for_metrics(batch.padded(...))) once for each batch, in all processes"
@@ -80,7 +82,11 @@ def _refuse_unpadded(accelerator: Accelerator, size: int) -> Iterator[list[Evalu
     def checked_gather(outputs: Any, *more: Any, **options: Any) -> Any:
         several = outputs if isinstance(outputs, tuple) else ()  # one tensor may be a sum
         lengths = {len(each) for each in several if torch.is_tensor(each) and each.dim()}
-        if lengths and lengths == {len(batch.ids) for batch in current} - {1, size} and accelerator.num_processes > 1:
+        if (
+            lengths
+            and lengths == {len(batch.ids) for batch in current} - {1, size}
+            and accelerator.num_processes > 1
+        ):
             raise UserError(f"gather_for_metrics got outputs that are not padded: {GATHER}")
         return gather(outputs, *more, **options)
 
@@ -131,16 +137,25 @@ def batches_of(
     Every rank gets the same number of batches, as collectives of sharded parameters need; a rank that runs out of
     samples gets batches of padding samples.
     """
-    prefetcher, collate = Prefetcher(accelerator.device), collator_of(split, tokenizer, accelerator.device)
+    prefetcher, collate = (
+        Prefetcher(accelerator.device),
+        collator_of(split, tokenizer, accelerator.device),
+    )
     rank, world = accelerator.process_index, accelerator.num_processes
     batches = micro_batches(split, np.arange(len(split)), per_device, rank, world, max_tokens)
-    ends = np.cumsum([(len(indices), split.lengths[indices].sum()) for indices in batches], axis=0)  # samples, tokens
+    ends = np.cumsum(
+        [(len(indices), split.lengths[indices].sum()) for indices in batches], axis=0
+    )  # samples, tokens
     bar = Progress(split.name, len(split))
     report = report or bar.update
     collations = [partial(collate, indices) for indices in batches]
     with _refuse_unpadded(accelerator, per_device) as current:
-        for place, (collation, following) in enumerate(zip(collations, [*collations[1:], None], strict=True)):
-            batch = EvaluationBatch(**vars(prefetcher.batch(collation, following)), gathered_size=per_device)
+        for place, (collation, following) in enumerate(
+            zip(collations, [*collations[1:], None], strict=True)
+        ):
+            batch = EvaluationBatch(
+                **vars(prefetcher.batch(collation, following)), gathered_size=per_device
+            )
             launch.explain_failures(partial(memory.explain, batch, None))
             current[:] = [batch]
             yield batch
@@ -163,14 +178,24 @@ class Outputs:
     def add(self, gathered: Sequence[torch.Tensor]) -> None:
         """Adds `accelerator.gather_for_metrics(batch.padded(...))` without the padding. Raises StopRequested on all
         ranks if one of them has received a stop signal, and UserError for outputs without ids."""
-        if isinstance(gathered, torch.Tensor) or gathered[0].shape[1:] != (2,) or gathered[0].is_floating_point():
-            raise UserError(f"{self.split.name}: outputs without the ids of their samples: {GATHER}")
+        if (
+            isinstance(gathered, torch.Tensor)
+            or gathered[0].shape[1:] != (2,)
+            or gathered[0].is_floating_point()
+        ):
+            raise UserError(
+                f"{self.split.name}: outputs without the ids of their samples: {GATHER}"
+            )
         ids, signals = gathered[0].cpu().numpy().T
         if signals.any():
             raise StopRequested(int(signals.max()))
         if self.accelerator.is_main_process:
-            parts = (part.float() if part.dtype == torch.bfloat16 else part for part in gathered[1:])  # not NumPy's
-            self._parts.append([ids[ids >= 0], *(part.detach().cpu().numpy()[ids >= 0] for part in parts)])
+            parts = (
+                part.float() if part.dtype == torch.bfloat16 else part for part in gathered[1:]
+            )  # not NumPy's
+            self._parts.append(
+                [ids[ids >= 0], *(part.detach().cpu().numpy()[ids >= 0] for part in parts)]
+            )
 
     def in_order(self) -> list[np.ndarray]:
         """The outputs, (N, ...) each, in the order of the file on the main process, [] on the others; a collective.
@@ -178,7 +203,9 @@ class Outputs:
         Raises, on every rank, ExactlyOnceError if a sample is missing or duplicated, and UserError if an output
         is not finite.
         """
-        columns = [np.concatenate(parts) for parts in zip(*self._parts, strict=True)] or [np.array([], np.int64)]
+        columns = [np.concatenate(parts) for parts in zip(*self._parts, strict=True)] or [
+            np.array([], np.int64)
+        ]
         fault: tuple[type[Exception], str] | None = None
         if self.accelerator.is_main_process:
             wrong_ids, infinite = ids_fault(columns[0], self.split.rows), _finite_fault(columns)
@@ -204,10 +231,14 @@ class Outputs:
         numbers: dict[str, Any] = {}
         if losses is not None:
             weights = 1 if self.split.weights is None else self.split.weights
-            loss = float((losses * weights).sum(dtype=np.float64) / self.split.loss_denominators().sum())
+            loss = float(
+                (losses * weights).sum(dtype=np.float64) / self.split.loss_denominators().sum()
+            )
             numbers = {"num_samples": len(self.split), "loss": loss, **as_json(metrics or {})}
         outputs = None if logits is None else (self.split, logits)
-        return Evaluation(self.split.name, broadcast_object_list([numbers])[0], predictions, outputs)
+        return Evaluation(
+            self.split.name, broadcast_object_list([numbers])[0], predictions, outputs
+        )
 
 
 @torch.no_grad()  # not inference_mode: parameters gathered in it could not be trained on afterwards
@@ -223,7 +254,9 @@ def predict(
     """(N, C) float32 logits of a whole split on the main process, None on the others; a collective."""
     model.eval()
     outputs = Outputs(accelerator, split)
-    for batch in batches_of(accelerator, split, tokenizer, per_device_batch_size, max_tokens, report):
+    for batch in batches_of(
+        accelerator, split, tokenizer, per_device_batch_size, max_tokens, report
+    ):
         logits = model(**batch.inputs).logits.float()  # (B, C)
         outputs.add(accelerator.gather_for_metrics(batch.padded(logits)))
     return next(iter(outputs.in_order()), None)
@@ -247,4 +280,6 @@ def ids_fault(ids: np.ndarray, expected: np.ndarray) -> str:
         "more than once: ids": unique[counts > 1],
         "unknown: ids": np.setdiff1d(unique, expected),
     }
-    return "; ".join(f"{name} {listing(some.tolist())}" for name, some in faults.items() if len(some))
+    return "; ".join(
+        f"{name} {listing(some.tolist())}" for name, some in faults.items() if len(some)
+    )

@@ -40,8 +40,12 @@ def training_run(name: str) -> dict[str, Any]:
     """`settings`, `data`, `identity` and `launch` in config.json of the run that trained this model. Without it (an
     exported, converted or copied model, or one from the hub) `data` has the columns alone, and the others are empty."""
     try:  # strict: a hub name must not count as a folder next to some run's config.json
-        run = json.loads((Path(name).resolve(strict=True).parent / "config.json").read_text(encoding="utf-8"))
-        return {part: dict(run[part]) for part in _PARTS[:2]} | {part: dict(run.get(part, {})) for part in _PARTS[2:]}
+        run = json.loads(
+            (Path(name).resolve(strict=True).parent / "config.json").read_text(encoding="utf-8")
+        )
+        return {part: dict(run[part]) for part in _PARTS[:2]} | {
+            part: dict(run.get(part, {})) for part in _PARTS[2:]
+        }
     except (OSError, ValueError, KeyError, TypeError):
         return {part: {} for part in _PARTS} | {"data": _saved_columns(name)}
 
@@ -49,7 +53,10 @@ def training_run(name: str) -> dict[str, Any]:
 def _saved_columns(name: str) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         file = cached_file(
-            name, "tokenizer_config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False
+            name,
+            "tokenizer_config.json",
+            local_files_only=True,
+            _raise_exceptions_for_missing_entries=False,
         )
         return dict(json.loads(Path(str(file)).read_text(encoding="utf-8"))[COLUMNS])
     return {}
@@ -71,7 +78,9 @@ def choose_columns(
     texts one that is neither `label` nor usual for labels. Raises UserError if one is missing or unclear."""
     run = training_run(name)["data"]
     trained, pair = str(run.get("text_column") or ""), pair or run.get("text_pair")
-    if not text and {*table.columns_of(trained)} & {*table.rows.column_names}:  # a missing one is an error below
+    if not text and {*table.columns_of(trained)} & {
+        *table.rows.column_names
+    }:  # a missing one is an error below
         text = trained
     column = table.text_column(text, [*table.find_columns(label, USUAL, "label_column"), pair])
     return column, table.pair_column(pair, column)
@@ -93,7 +102,10 @@ def choose_labels(name: str, table: Table, column: str | None, labels: Labels) -
 def empty_text_warning(rows: Sequence[int], count: int) -> str:
     """A warning about `rows` (from 0) of `count`, whose text, or one text of a pair, is empty; "" without rows."""
     where = listing(row + 1 for row in rows)
-    return f"{len(rows)} of {count} rows have an empty text (rows {where}): meaningless predictions" * bool(rows)
+    return (
+        f"{len(rows)} of {count} rows have an empty text (rows {where}): meaningless predictions"
+        * bool(rows)
+    )
 
 
 class SavedModel:
@@ -112,11 +124,19 @@ class SavedModel:
         return choose_max_length(max_length, self.tokenizer, self.config, pairs)
 
     def load(
-        self, accelerator: Accelerator, max_length: int, per_device_batch_size: int, max_tokens: int | None
+        self,
+        accelerator: Accelerator,
+        max_length: int,
+        per_device_batch_size: int,
+        max_tokens: int | None,
     ) -> None:
-        model = self.answers.load(self.settings).to(accelerator.device)  # under FSDP accelerate does not move it
+        model = self.answers.load(self.settings).to(
+            accelerator.device
+        )  # under FSDP accelerate does not move it
         self.accelerator, self.config, self.max_length = accelerator, model.config, max_length
-        device = "cpu" if isinstance(model, ExportedClassifier) else accelerator.device.type  # where it computes
+        device = (
+            "cpu" if isinstance(model, ExportedClassifier) else accelerator.device.type
+        )  # where it computes
         if isinstance(model, ExportedClassifier) and accelerator.mixed_precision != "no":
             line = f"an exported model computes in its own precision, not in {accelerator.mixed_precision}"
             log_on_main(accelerator, line)
@@ -128,13 +148,23 @@ class SavedModel:
         return f"{fingerprint(self.tokenizer)} {self.tokenizer.model_input_names}"
 
     def read_texts(self, table: Table, column: str) -> list[str]:
-        return [text for (texts,) in table.text_blocks([column], separator_of(self.tokenizer)) for text in texts]
+        return [
+            text
+            for (texts,) in table.text_blocks([column], separator_of(self.tokenizer))
+            for text in texts
+        ]
 
-    def tokenize(self, texts: Sequence[str], pairs: Sequence[str] | None = None, facts: str | None = None) -> Split:
+    def tokenize(
+        self, texts: Sequence[str], pairs: Sequence[str] | None = None, facts: str | None = None
+    ) -> Split:
         """`facts` identify these texts in the cache, so that several processes share the tokenizing."""
         shared = facts and self.accelerator.num_processes > 1
-        shared_as = digest_of_text(f"{facts} {self.max_length} {self._fingerprint}") if shared else None
-        split = split_of_texts("texts", self.tokenizer, self.config, self.max_length, texts, pairs, shared_as)
+        shared_as = (
+            digest_of_text(f"{facts} {self.max_length} {self._fingerprint}") if shared else None
+        )
+        split = split_of_texts(
+            "texts", self.tokenizer, self.config, self.max_length, texts, pairs, shared_as
+        )
         if shared_as is not None:
             self._shared.add(split.folder.parent)
         return split
@@ -143,7 +173,9 @@ class SavedModel:
         """The outputs for a whole split on the main process, None on the others; a collective. It removes the split's
         tokens from the cache."""
         with autocast(self.accelerator):
-            outputs = self.answers.outputs(self.accelerator, self.model, split, self.tokenizer, *self._sizes, report)
+            outputs = self.answers.outputs(
+                self.accelerator, self.model, split, self.tokenizer, *self._sizes, report
+            )
         folder = split.folder.parent
         if folder in self._shared and self.accelerator.is_local_main_process:
             shutil.rmtree(folder)  # every process has mapped its files by now

@@ -16,7 +16,14 @@ from toolkit import launch
 from toolkit.config import ModelSettings, TaskSettings
 from toolkit.data.labels import Labels
 from toolkit.data.prepare import Prepared
-from toolkit.data.tokens import LengthBuckets, Split, choose_max_length, fingerprint, has_token_types, load_tokenizer
+from toolkit.data.tokens import (
+    LengthBuckets,
+    Split,
+    choose_max_length,
+    fingerprint,
+    has_token_types,
+    load_tokenizer,
+)
 from toolkit.errors import UserError, first_line, listing
 from toolkit.evaluation.answers import labels_of
 from toolkit.evaluation.outputs import predict
@@ -28,7 +35,9 @@ from toolkit.utils.cache import cache_folder, cached_folder, digest_of_text
 _FILE = "logits.npy"
 
 
-def add_teacher_logits(accelerator: Accelerator, settings: TaskSettings, data: Prepared, tokenizer: Any) -> Prepared:
+def add_teacher_logits(
+    accelerator: Accelerator, settings: TaskSettings, data: Prepared, tokenizer: Any
+) -> Prepared:
     """Adds the logits of `--teacher` for every training row to the data as the column `teacher`; a collective.
 
     Each row is computed exactly once, in any number of processes, unless the logits are cached. Raises UserError for a
@@ -43,18 +52,30 @@ def add_teacher_logits(accelerator: Accelerator, settings: TaskSettings, data: P
     return replace(data, train=replace(data.train, columns=columns))
 
 
-def _logits_folder(accelerator: Accelerator, settings: TaskSettings, data: Prepared, tokenizer: Any, name: str) -> Path:
+def _logits_folder(
+    accelerator: Accelerator, settings: TaskSettings, data: Prepared, tokenizer: Any, name: str
+) -> Path:
     model = ModelSettings(model_name_or_path=name, tokenizer=settings.model.tokenizer)
     teacher_tokenizer, config = load_tokenizer(model), load_config(model)
     order = _order_of_classes(labels_of(config), data.labels, name)
     _require_same_tokens(config, teacher_tokenizer, data, tokenizer, name)
     rows = hashlib.sha256(data.train.rows.tobytes()).hexdigest()
     # "autocast": logits cached without it may be those of other rows, or of another precision
-    sources = ["autocast", model_digest(name), data.digest, rows, accelerator.mixed_precision, order]
+    sources = [
+        "autocast",
+        model_digest(name),
+        data.digest,
+        rows,
+        accelerator.mixed_precision,
+        order,
+    ]
     digest = digest_of_text(repr(sources))
     logits = np.zeros((0, 0), np.float32)
     if not all(gather_object([(cache_folder() / "teachers" / digest).is_dir()])):
-        launch.log_on_main(accelerator, f"computing the outputs of {name} for {len(data.train)} training rows, once")
+        launch.log_on_main(
+            accelerator,
+            f"computing the outputs of {name} for {len(data.train)} training rows, once",
+        )
         teacher = load_saved_classifier(model).to(accelerator.device)
         logits = _logits(accelerator, teacher, data.train, teacher_tokenizer, settings, order)
     with cached_folder("teachers", digest, accelerator, f"{name} as teacher") as (folder, draft):
@@ -64,7 +85,12 @@ def _logits_folder(accelerator: Accelerator, settings: TaskSettings, data: Prepa
 
 
 def _logits(
-    accelerator: Accelerator, teacher: Any, train: Split, tokenizer: Any, settings: TaskSettings, order: list[int]
+    accelerator: Accelerator,
+    teacher: Any,
+    train: Split,
+    tokenizer: Any,
+    settings: TaskSettings,
+    order: list[int],
 ) -> np.ndarray:
     """(N, C) float32, in the order of the split, on every rank."""
     training = settings.training.limit_tokens(accelerator.device.type, int(train.lengths.max()))
@@ -72,12 +98,18 @@ def _logits(
     size = training.per_device_eval_batch_size or (32 if per_device == "auto" else 2 * per_device)
     split = replace(train, buckets=LengthBuckets.of_model(teacher.config))
     with autocast(accelerator):
-        outputs = predict(accelerator, teacher, split, tokenizer, size, training.max_tokens_per_batch)
+        outputs = predict(
+            accelerator, teacher, split, tokenizer, size, training.max_tokens_per_batch
+        )
     logits = torch.zeros(len(train), len(order), device=accelerator.device)
     if outputs is not None:
-        positions = np.argsort(np.argsort(train.rows, kind="stable"), kind="stable")  # `outputs` are sorted by row
+        positions = np.argsort(
+            np.argsort(train.rows, kind="stable"), kind="stable"
+        )  # `outputs` are sorted by row
         # a list as index gives columns in memory, which gloo's broadcast would send as if they were rows
-        logits = torch.from_numpy(np.ascontiguousarray(outputs[positions][:, order])).to(accelerator.device)
+        logits = torch.from_numpy(np.ascontiguousarray(outputs[positions][:, order])).to(
+            accelerator.device
+        )
     return broadcast(logits).cpu().numpy()
 
 
@@ -91,7 +123,9 @@ def _order_of_classes(teacher: Labels, labels: Labels, name: str) -> list[int]:
     return [teacher.names.index(each) for each in labels.names]
 
 
-def _require_same_tokens(config: Any, teacher_tokenizer: Any, data: Prepared, tokenizer: Any, name: str) -> None:
+def _require_same_tokens(
+    config: Any, teacher_tokenizer: Any, data: Prepared, tokenizer: Any, name: str
+) -> None:
     types = "token_type_ids" in teacher_tokenizer.model_input_names and has_token_types(config)
     same_types = not data.text_pair or types == (data.train.token_types is not None)
     if fingerprint(teacher_tokenizer) != fingerprint(tokenizer) or not same_types:

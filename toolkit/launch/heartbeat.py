@@ -120,7 +120,8 @@ class Board:
 
     def _exchange(self, number: int) -> bool:
         """One heartbeat; returns whether it was the last."""
-        state = "finished" if self._finished else str(number)
+        finished = self._finished  # it may become true while this runs: then the next one says so
+        state = "finished" if finished else str(number)
         self._store.set(f"beat {self._me}", state)
         for other in self._others:
             beat = self._get(f"beat {other}")
@@ -128,7 +129,7 @@ class Board:
                 self._beats[other], self._seen[other] = beat, time.monotonic()
         failure = self._first_failure()
         self._seen[self._me] = time.monotonic()
-        self.all_finished = self._finished and set(self._beats.values()) <= {"finished"}
+        self.all_finished = finished and set(self._beats.values()) <= {"finished"}
         if not failure and not self.all_finished:
             return False
         self._failure = failure

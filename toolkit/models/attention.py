@@ -43,8 +43,14 @@ def share_casts(model: torch.nn.Module) -> None:
     three (ALBERT's adds its input to its output).
     """
     for part in model.modules():
-        layers = {name: each for name, each in part.named_children() if next(each.parameters(), None) is not None}
-        if layers.keys() == {"query", "key", "value"} and {type(each) for each in layers.values()} == {torch.nn.Linear}:
+        layers = {
+            name: each
+            for name, each in part.named_children()
+            if next(each.parameters(), None) is not None
+        }
+        if layers.keys() == {"query", "key", "value"} and {
+            type(each) for each in layers.values()
+        } == {torch.nn.Linear}:
             part.register_forward_pre_hook(_cast_input)
 
 
@@ -65,7 +71,9 @@ def attend(
     if known and _is_faster(query, key, value, attention_mask, dropout):
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if attention_mask is not None or query.shape[2] == 1 or not causal:
-            context = scaled_dot_product_attention(query, key, value, attention_mask, dropout, scaling)
+            context = scaled_dot_product_attention(
+                query, key, value, attention_mask, dropout, scaling
+            )
             return context.transpose(1, 2).contiguous(), None
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **options
@@ -92,24 +100,37 @@ def scaled_dot_product_attention(
     return context
 
 
-def _is_faster(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> bool:
-    if query.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing() or transforms_active():
+def _is_faster(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float
+) -> bool:
+    if (
+        query.device.type != "cpu"
+        or torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or transforms_active()
+    ):
         return False
     if query.dim() != 4 or not key.shape[:2] == value.shape[:2] == query.shape[:2]:
         return False
-    if mask is not None and (mask.requires_grad or not (mask.dtype == torch.bool or mask.is_floating_point())):
+    if mask is not None and (
+        mask.requires_grad or not (mask.dtype == torch.bool or mask.is_floating_point())
+    ):
         return False
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
     if dropout:  # without gradients, too: reentrant checkpoints recompute such a pass, and need the same random numbers
         return 0 < dropout < 0.99 and dtype.itemsize <= 4
-    trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    trains = torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad
+    )
     return trains and key.shape[2] <= _SHORT and dtype.itemsize == 2
 
 
 def refuse_second_derivatives() -> None:
     """Called in a backward pass: raises UserError if its graph is to be differentiated, too."""
     if torch.is_grad_enabled():
-        raise UserError("create_graph=True (a gradient penalty, say) needs --attn_implementation eager")
+        raise UserError(
+            "create_graph=True (a gradient penalty, say) needs --attn_implementation eager"
+        )
 
 
 def _finite(mask: Tensor) -> Tensor:
@@ -120,11 +141,19 @@ def _finite(mask: Tensor) -> Tensor:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout: float,
+        scale: float,
     ) -> Tensor:
         samples, heads, queries, _ = query.shape
         context, factor = like_projection(query, value.shape[-1]), 1 / (1 - dropout)
-        signed = query.new_empty(samples, heads, queries, key.shape[2])  # probabilities; below 0: dropped
+        signed = query.new_empty(
+            samples, heads, queries, key.shape[2]
+        )  # probabilities; below 0: dropped
         for group in head_groups(samples, heads, _SCORES // (queries * key.shape[2])):
             # products of float32, as in torch's kernel: scores in bf16 would have three times the error
             scores = (query[group].float() * scale) @ key[group].float().mT
@@ -146,12 +175,18 @@ class _Attention(torch.autograd.Function):
         grads = [like_projection(each) for each in (query, key, value)]
         samples, heads, queries, keys = signed.shape
         for group in head_groups(samples, heads, _SCORES // (queries * keys)):
-            g, remaining, probabilities = grad[group].float(), signed[group].relu(), signed[group].float()
+            g, remaining, probabilities = (
+                grad[group].float(),
+                signed[group].relu(),
+                signed[group].float(),
+            )
             grads[2][group] = (remaining.mT @ grad[group]).mul_(ctx.factor)
             # of the softmax: P * (dP - sum(dP * P)), where the sum is that of the outputs times their gradients
             sums = (g * context[group].float()).sum(-1, keepdim=True).mul_(ctx.scale)
             # scaled in float32: fp16 could overflow
-            score_grads = ((g * (ctx.factor * ctx.scale)) @ value[group].float().mT).mul_(probabilities.relu())
+            score_grads = ((g * (ctx.factor * ctx.scale)) @ value[group].float().mT).mul_(
+                probabilities.relu()
+            )
             score_grads = score_grads.addcmul_(probabilities.abs(), sums, value=-1).to(query.dtype)
             grads[0][group] = score_grads @ key[group]
             grads[1][group] = score_grads.mT @ query[group]
@@ -179,7 +214,10 @@ def head_groups(samples: int, heads: int, at_once: int) -> Iterator[tuple[slice,
     some_samples, some_heads = max(1, at_once // heads), min(heads, max(1, at_once))
     for sample in range(0, samples, some_samples):
         for head in range(0, heads, some_heads):
-            yield slice(sample, min(sample + some_samples, samples)), slice(head, min(head + some_heads, heads))
+            yield (
+                slice(sample, min(sample + some_samples, samples)),
+                slice(head, min(head + some_heads, heads)),
+            )
 
 
 def like_projection(states: Tensor, size: int | None = None) -> Tensor:

@@ -64,10 +64,16 @@ def load_classifier(settings: ModelSettings, labels: Any, seed: int) -> Any:
     set_seed(seed)
     # replaces a classification head of another size
     model, loading = from_pretrained(
-        AutoModelForSequenceClassification, name, config, settings.attn_implementation, ignore_mismatched_sizes=True
+        AutoModelForSequenceClassification,
+        name,
+        config,
+        settings.attn_implementation,
+        ignore_mismatched_sizes=True,
     )
     if "attention_mask" not in inspect.signature(model.forward).parameters:
-        raise UserError(f"model {name}: {type(model).__name__} would read padding as part of the text")
+        raise UserError(
+            f"model {name}: {type(model).__name__} would read padding as part of the text"
+        )
     if before != list(labels.names) and set(before) == set(labels.names):
         _reorder_head(model, [before.index(label) for label in labels.names])
     new = [*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])]
@@ -91,11 +97,17 @@ def load_classifier(settings: ModelSettings, labels: Any, seed: int) -> Any:
 
 def _reorder_head(model: Any, order: list[int]) -> None:
     """Reorders the outputs of a head that was trained on the same classes in another order."""
-    modules = [part for name, part in model.named_modules() if not name.startswith(f"{model.base_model_prefix}.")]
+    modules = [
+        part
+        for name, part in model.named_modules()
+        if not name.startswith(f"{model.base_model_prefix}.")
+    ]
     heads = [part for part in modules if getattr(part, "out_features", None) == len(order)]
     if not heads:
         classes = f"the classes {listing(model.config.label2id)}, in an order other than the data's"
-        raise UserError(f"{type(model).__name__} has {classes}, and no linear layer as its head: reorder its outputs")
+        raise UserError(
+            f"{type(model).__name__} has {classes}, and no linear layer as its head: reorder its outputs"
+        )
     for parameter in heads[-1].parameters():
         parameter.data = parameter.data[order]
 
@@ -107,12 +119,20 @@ def from_pretrained(
     Raises UserError, also for weights of more layers than the config has, which transformers drops silently."""
     if attention and config.model_type != "big_bird":  # `choose_attention` installs a BigBird's
         options["attn_implementation"] = attention
-    with explain_load_errors(name, options.get("attn_implementation")) as path, whole_weights(), quiet_transformers():
+    with (
+        explain_load_errors(name, options.get("attn_implementation")) as path,
+        whole_weights(),
+        quiet_transformers(),
+    ):
         options = {"dtype": torch.float32, "output_loading_info": True, **options}
-        loaded: tuple[Any, Any] = auto_class.from_pretrained(path, config=config, trust_remote_code=False, **options)
+        loaded: tuple[Any, Any] = auto_class.from_pretrained(
+            path, config=config, trust_remote_code=False, **options
+        )
     layers = getattr(config.get_text_config(), "num_hidden_layers", None) or math.inf
     unexpected = {key: _LAYER.search(key) for key in loaded[1]["unexpected_keys"]}
-    refuse_random(name, (key for key, match in unexpected.items() if match and int(match[1]) >= layers))
+    refuse_random(
+        name, (key for key, match in unexpected.items() if match and int(match[1]) >= layers)
+    )
     return loaded
 
 
@@ -120,7 +140,10 @@ def configure_decoder(config: Any, name: str) -> None:
     """Makes a decoder (Qwen3) classify: sets its padding token to the tokenizer's, since the head reads each text's
     last token before padding, and switches off the key-value cache. Changes nothing for an encoder."""
     config = config.get_text_config()
-    is_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_MASKED_LM_MAPPING
+    is_decoder = (
+        type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        and type(config) not in MODEL_FOR_MASKED_LM_MAPPING
+    )
     if is_decoder or getattr(config, "pad_token_id", 0) is None:
         config.pad_token_id = load_plain_tokenizer(name).pad_token_id
     config.use_cache = False
@@ -139,7 +162,9 @@ def skip_mask_checks() -> None:
     )
 
 
-def _check_on_cpu(check: Callable[..., Any], tensor: torch.Tensor | None, *args: Any, **options: Any) -> Any:
+def _check_on_cpu(
+    check: Callable[..., Any], tensor: torch.Tensor | None, *args: Any, **options: Any
+) -> Any:
     return (tensor is None or tensor.device.type == "cpu") and check(tensor, *args, **options)
 
 
@@ -160,9 +185,13 @@ def choose_attention(model: Any, attention: str | None) -> None:
     if attention != "eager":
         bigbird.install(model, attention or ("auto" if sparse else "full"))
         return
-    for part in model.modules():  # transformers' would switch to full attention for good at its first short batch
+    for part in (
+        model.modules()
+    ):  # transformers' would switch to full attention for good at its first short batch
         if sparse and isinstance(part, BigBirdModel) and not part.config.is_decoder:
-            part.register_forward_pre_hook(lambda encoder, _: encoder.set_attention_type("block_sparse"))
+            part.register_forward_pre_hook(
+                lambda encoder, _: encoder.set_attention_type("block_sparse")
+            )
 
 
 def configure(model: Any, settings: PretrainedSettings, **inputs: Any) -> None:
@@ -171,8 +200,12 @@ def configure(model: Any, settings: PretrainedSettings, **inputs: Any) -> None:
     choose_attention(model, settings.attn_implementation)
     if settings.gradient_checkpointing:
         if not model.supports_gradient_checkpointing:
-            raise UserError(f"{settings.model_name_or_path} does not support --gradient_checkpointing: leave it out")
-        enable = getattr(model, "activation_checkpointing_enable", None)  # transformers 5.18 has the old name only
+            raise UserError(
+                f"{settings.model_name_or_path} does not support --gradient_checkpointing: leave it out"
+            )
+        enable = getattr(
+            model, "activation_checkpointing_enable", None
+        )  # transformers 5.18 has the old name only
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     freeze_unused(model, **inputs)
 
@@ -186,11 +219,17 @@ def freeze_unused(model: Any, **inputs: Any) -> list[str]:
     config, training, ids = model.config, model.training, torch.full((1, 8), 3)
     if config.is_encoder_decoder:
         ids[0, -1] = config.eos_token_id  # BART's head reads the state of the last </s>
-    with cpu_attention(model):  # in evaluation: nothing is drawn, no layer is dropped, no running mean changes
+    with cpu_attention(
+        model
+    ):  # in evaluation: nothing is drawn, no layer is dropped, no running mean changes
         logits = model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits
     model.train(training)
     leaves = {id(leaf) for leaf in autograd_leaves(logits)}
-    unused = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in leaves]
+    unused = [
+        name
+        for name, each in model.named_parameters()
+        if each.requires_grad and id(each) not in leaves
+    ]
     for name in unused:
         model.get_parameter(name).requires_grad_(False)
     return unused
@@ -219,12 +258,20 @@ def load_saved_classifier(settings: ModelSettings) -> Any:
         return ExportedClassifier(Path(name), config)
     model, loading = from_pretrained(AutoModelForSequenceClassification, name, config)
     if missing := sorted(loading["missing_keys"]):
-        what, remedy = "trained classification head", "fine-tune it first, or pass a run's model folder"
+        what, remedy = (
+            "trained classification head",
+            "fine-tune it first, or pass a run's model folder",
+        )
         if others := listing(sorted(loading["unexpected_keys"]), 2):
             remedy = f"a recipe that changed the model saved {others} instead: load it with that recipe's class"
         if all(key.startswith(f"{model.base_model_prefix}.") for key in missing):
-            what, remedy = "weights for its config.json", "a recipe that changes layers changes `model.config`, too"
-        raise UserError(f"{name} has no {what} ({listing(missing, 2)} missing): predictions would be random; {remedy}")
+            what, remedy = (
+                "weights for its config.json",
+                "a recipe that changes layers changes `model.config`, too",
+            )
+        raise UserError(
+            f"{name} has no {what} ({listing(missing, 2)} missing): predictions would be random; {remedy}"
+        )
     configure_decoder(model.config, name)
     choose_attention(model, settings.attn_implementation)
     read_first_token_only(model)
@@ -237,5 +284,9 @@ def set_dropout(config: Any, probability: float | None) -> None:
         return
     for name, value in config.to_dict().items():
         is_dropout = "dropout" in name or name.endswith("pdrop")  # GPT-2's
-        if is_dropout and (value is None or isinstance(value, float | int)) and not isinstance(value, bool):
+        if (
+            is_dropout
+            and (value is None or isinstance(value, float | int))
+            and not isinstance(value, bool)
+        ):
             setattr(config, name, probability)

@@ -50,18 +50,28 @@ class ExportedClassifier(torch.nn.Module):
         require_extra(kind, kind, _PACKAGES[kind])
         self.config, self.path = config, folder / FILES[kind]
         try:
-            self.inputs, self._compute = (_openvino if kind == "openvino" else _onnxruntime)(self.path)
+            self.inputs, self._compute = (_openvino if kind == "openvino" else _onnxruntime)(
+                self.path
+            )
         except Exception as error:  # the runtimes raise various types
-            raise UserError(f"{self.path} cannot be read: {first_line(error)}; export the model again") from error
+            raise UserError(
+                f"{self.path} cannot be read: {first_line(error)}; export the model again"
+            ) from error
 
     def forward(self, **inputs: torch.Tensor) -> SimpleNamespace:
         ids = inputs["input_ids"]
-        inputs = {"attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids), **inputs}
+        inputs = {
+            "attention_mask": torch.ones_like(ids),
+            "token_type_ids": torch.zeros_like(ids),
+            **inputs,
+        }
         try:
             logits = self._compute({name: inputs[name].cpu().numpy() for name in self.inputs})
         except Exception as error:  # the runtimes raise various types
             batch = " x ".join(map(str, ids.shape))
-            raise UserError(f"{self.path} cannot compute {batch} tokens: {first_line(error)[:300]}") from error
+            raise UserError(
+                f"{self.path} cannot compute {batch} tokens: {first_line(error)[:300]}"
+            ) from error
         return SimpleNamespace(logits=torch.from_numpy(logits).to(ids.device))
 
 
@@ -70,9 +80,15 @@ def _openvino(path: Path) -> tuple[list[str], Compute]:
         import openvino
 
     threads = torch.get_num_threads()
-    streams = min(2, threads)  # two halves of a batch in parallel are faster than the batch on all cores
+    streams = min(
+        2, threads
+    )  # two halves of a batch in parallel are faster than the batch on all cores
     # float32 on all hardware (but for int8 weights), as when the export was checked
-    hints = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": streams}
+    hints = {
+        "INFERENCE_PRECISION_HINT": "f32",
+        "INFERENCE_NUM_THREADS": threads,
+        "NUM_STREAMS": streams,
+    }
     compiled = openvino.Core().compile_model(path, "CPU", hints)
     requests = [compiled.create_infer_request() for _ in range(streams)]
 
@@ -94,4 +110,6 @@ def _onnxruntime(path: Path) -> tuple[list[str], Compute]:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    return [port.name for port in session.get_inputs()], lambda arrays: session.run(["logits"], arrays)[0]
+    return [port.name for port in session.get_inputs()], lambda arrays: session.run(
+        ["logits"], arrays
+    )[0]

@@ -47,19 +47,32 @@ def _classifier_forward(
     if only_head_reads(self, options):
         options["first_token_only"] = True
     return type(self).forward(
-        self, input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, labels, **options
+        self,
+        input_ids,
+        attention_mask,
+        token_type_ids,
+        position_ids,
+        inputs_embeds,
+        labels,
+        **options,
     )
 
 
 def _attention_forward(
-    self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **options: Any
+    self: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    *args: Any,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The last layer's attention: (B, S, H) -> (B, S, H) or (B, 1, H); with several texts per row (N, 1, H)."""
     firsts = options.pop("first_token_only", None)
     if firsts is None:
         return type(self).forward(self, hidden_states, attention_mask, *args, **options)
     first_states = hidden_states[:, :1] if firsts is True else hidden_states[0, firsts, None]
-    context, weights = _attend_from_first_token(self.self, first_states, hidden_states, attention_mask, **options)
+    context, weights = _attend_from_first_token(
+        self.self, first_states, hidden_states, attention_mask, **options
+    )
     return self.output(context, first_states), weights
 
 
@@ -77,10 +90,15 @@ def _attend_from_first_token(
     query = attention.query(first_states).unflatten(-1, heads).transpose(1, 2)  # (B, nh, 1, hs)
     key = attention.key(states).unflatten(-1, heads).transpose(1, 2)  # (B, nh, S, hs)
     value = attention.value(states).unflatten(-1, heads).transpose(1, 2)  # (B, nh, S, hs)
-    name, dropout = attention.config._attn_implementation, attention.dropout.p if attention.training else 0.0
+    name, dropout = (
+        attention.config._attn_implementation,
+        attention.dropout.p if attention.training else 0.0,
+    )
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, modeling_bert.eager_attention_forward)
     mask = None if mask is None else mask[:, :, :1]
-    output, weights = attend(attention, query, key, value, mask, dropout=dropout, scaling=attention.scaling, **options)
+    output, weights = attend(
+        attention, query, key, value, mask, dropout=dropout, scaling=attention.scaling, **options
+    )
     return output.reshape(first_states.shape[0], 1, -1).contiguous(), weights
 
 
@@ -99,13 +117,25 @@ def read_first_token_only(model: Any) -> bool:
     attention = model.base_model.encoder.layer[-1].attention
     theirs = f"transformers.models.{_FAMILIES[family]}.modeling_{_FAMILIES[family]}"
     classes = [(type(part).__module__, type(part).__name__) for part in (model, attention)]
-    if classes != [(theirs, family + _CLASSIFIER), (theirs, f"{family}Attention")] or "forward" in vars(model):
+    if classes != [
+        (theirs, family + _CLASSIFIER),
+        (theirs, f"{family}Attention"),
+    ] or "forward" in vars(model):
         return False
     expected = _logits_of_probe(model)
-    model.forward, attention.forward = MethodType(_classifier_forward, model), MethodType(_attention_forward, attention)
+    model.forward, attention.forward = (
+        MethodType(_classifier_forward, model),
+        MethodType(_attention_forward, attention),
+    )
     try:
         same = torch.allclose(_logits_of_probe(model), expected, rtol=1e-3, atol=1e-4)
-    except (RuntimeError, TypeError, AttributeError, ValueError, IndexError):  # a layer with other shapes or arguments
+    except (
+        RuntimeError,
+        TypeError,
+        AttributeError,
+        ValueError,
+        IndexError,
+    ):  # a layer with other shapes or arguments
         same = False
     if not same:
         del model.forward, attention.forward
@@ -119,9 +149,15 @@ def read_first_token_only(model: Any) -> bool:
 
 def _head_of(model: Any) -> Any:
     """transformers' head, which reads only `hidden_states[:, 0]`; None if it was replaced."""
-    model_class = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))  # FSDP2 subclasses it
+    model_class = next(
+        kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule)
+    )  # FSDP2 subclasses it
     family = model_class.__name__.removesuffix(_CLASSIFIER)
-    name, kind = ("bert.pooler", "BertPooler") if family == "Bert" else ("classifier", f"{family}ClassificationHead")
+    name, kind = (
+        ("bert.pooler", "BertPooler")
+        if family == "Bert"
+        else ("classifier", f"{family}ClassificationHead")
+    )
     head = model.get_submodule(name)
     head = getattr(head, "original_module", head)  # peft wraps it
     is_original = (type(head).__module__, type(head).__name__) == (model_class.__module__, kind)
@@ -138,13 +174,19 @@ def only_head_reads(model: Any, options: Mapping[str, Any]) -> bool:
     config, layers = base.config, [*getattr(getattr(base, "encoder", None), "layer", ())]
     if config.output_hidden_states or config.output_attentions or not _is_known_attention(config):
         return False
-    if any(value is not None and value is not False for name, value in options.items() if name != "return_dict"):
+    if any(
+        value is not None and value is not False
+        for name, value in options.items()
+        if name != "return_dict"
+    ):
         return False  # an option may need all positions
     # layers may have been replaced or copied since the model was loaded
     *others, last = [_is_patched(layer) for layer in layers] or [False]
     if any(others) or not last or (head := _head_of(model)) is None:
         return False
-    return not any(map(_has_foreign_hooks, itertools.chain((base, base.encoder, head), layers[-1].modules())))
+    return not any(
+        map(_has_foreign_hooks, itertools.chain((base, base.encoder, head), layers[-1].modules()))
+    )
 
 
 def _is_patched(layer: Any) -> bool:
@@ -154,7 +196,10 @@ def _is_patched(layer: Any) -> bool:
 
 def _has_foreign_hooks(module: Any) -> bool:
     hooks = itertools.chain.from_iterable(getattr(module, kind).values() for kind in _HOOKS)
-    return any((getattr(hook, "__module__", None) or "").partition(".")[0] not in _LIBRARIES for hook in hooks)
+    return any(
+        (getattr(hook, "__module__", None) or "").partition(".")[0] not in _LIBRARIES
+        for hook in hooks
+    )
 
 
 @torch.no_grad()

@@ -18,13 +18,23 @@ def outer_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _stacks(model: Any) -> list[list[torch.nn.Module]]:
-    modules = getattr(model, "base_model", model).named_modules()  # the rest is a head, which may have a list, too
+    modules = getattr(
+        model, "base_model", model
+    ).named_modules()  # the rest is a head, which may have a list, too
     lists = {name: part for name, part in modules if isinstance(part, torch.nn.ModuleList)}
-    outer = [part for name, part in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
+    outer = [
+        part
+        for name, part in lists.items()
+        if not any(name.startswith(f"{other}.") for other in lists)
+    ]
     outer = [part for part in outer if not all(isinstance(item, torch.nn.Linear) for item in part)]
     # Funnel's items are blocks of layers
     return [
-        [layer for item in part for layer in (item if isinstance(item, torch.nn.ModuleList) else [item])]
+        [
+            layer
+            for item in part
+            for layer in (item if isinstance(item, torch.nn.ModuleList) else [item])
+        ]
         for part in outer
     ]
 
@@ -56,10 +66,14 @@ def keep_layers(model: Any, count: int, name: str) -> None:
     lists = (part for part in model.modules() if isinstance(part, torch.nn.ModuleList))
     stack = next((part for part in lists if [*part] == layers), None)
     if stack is None:
-        raise UserError(f"--num_hidden_layers {count}: the layers of {name} are in blocks: leave it out")
+        raise UserError(
+            f"--num_hidden_layers {count}: the layers of {name} are in blocks: leave it out"
+        )
     for place in sorted(set(range(total)) - set(places), reverse=True):
         del stack[place]
-    for key, value in list(vars(model.config).items()):  # lists with an entry per layer; not DeBERTa's of two kinds
+    for key, value in list(
+        vars(model.config).items()
+    ):  # lists with an entry per layer; not DeBERTa's of two kinds
         if isinstance(value, list) and len(value) == total and key != "pos_att_type":
             setattr(model.config, key, [value[place] for place in places])
     model.config.num_hidden_layers = count
@@ -71,7 +85,9 @@ def freeze_layers(model: Any, count: int, name: str, reinitialized: int = 0) -> 
     layers = _layers_of(model, count, "freeze_layers", name)
     if reinitialized and count + reinitialized > len(layers):
         why = f"of the {len(layers)} layers of {name} some would be random, and stay so"
-        raise UserError(f"--freeze_layers {count} and --reinit_layers {reinitialized}: {why}: lower one of them")
+        raise UserError(
+            f"--freeze_layers {count} and --reinit_layers {reinitialized}: {why}: lower one of them"
+        )
     distance_of = distances(model)
     for parameter in model.parameters():
         if distance_of[id(parameter)] > len(layers) - count:
@@ -98,9 +114,15 @@ def _longest(model: torch.nn.Module) -> list[torch.nn.Module]:
 def _layers_of(model: Any, count: int, setting: str, name: str) -> list[torch.nn.Module]:
     layers, config_count = _longest(model), getattr(model.config, "num_hidden_layers", 0)
     if len(layers) < config_count:
-        raise UserError(f"--{setting} {count}: the {config_count} layers of {name} share their weights: leave it out")
+        raise UserError(
+            f"--{setting} {count}: the {config_count} layers of {name} share their weights: leave it out"
+        )
     if count > len(layers):
         raise UserError(f"--{setting} {count}: {name} has only {len(layers)} layers")
-    if setting != "freeze_layers" and any(isinstance(layer, torch.nn.LayerNorm) for layer in outer_layers(model)):
-        raise UserError(f"--{setting} {count}: {name} (XLM) has lists of norms, not of layers: leave it out")
+    if setting != "freeze_layers" and any(
+        isinstance(layer, torch.nn.LayerNorm) for layer in outer_layers(model)
+    ):
+        raise UserError(
+            f"--{setting} {count}: {name} (XLM) has lists of norms, not of layers: leave it out"
+        )
     return layers

@@ -25,7 +25,13 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import BertForPreTraining, BigBirdConfig, BigBirdForMaskedLM, BigBirdForPreTraining, BigBirdModel
+from transformers import (
+    BertForPreTraining,
+    BigBirdConfig,
+    BigBirdForMaskedLM,
+    BigBirdForPreTraining,
+    BigBirdModel,
+)
 
 from toolkit.config import ModelSettings, PretrainedSettings
 from toolkit.demo import PREFIX
@@ -49,7 +55,11 @@ _MADE_BY = "toolkit to-bigbird"
 _META = "meta.json"
 _LAYOUT = 1  # increase this when a change in this file changes the files in the cache
 # Texts to compare a saved and loaded tokenizer by: case, accents, Chinese, special tokens
-_PROBES = ("今天的服務很好，房间小。", "The Café's 2nd ROOM wasn't bad!\n東京 [MASK] 42", "ﬁlm\u3000𠮷 😀 ２０２４年")
+_PROBES = (
+    "今天的服務很好，房间小。",
+    "The Café's 2nd ROOM wasn't bad!\n東京 [MASK] 42",
+    "ﬁlm\u3000𠮷 😀 ２０２４年",
+)
 
 _ENCODER = re.compile(r"(bert\.)?(embeddings|encoder|pooler)\.")
 _POOLER, _DECODER = "bert.pooler.", "cls.predictions.decoder.weight"
@@ -88,7 +98,10 @@ def to_bigbird(source: str, output: Path, sizes: SparseSizes, overwrite: bool = 
     _check_kind(source, config)
     _check_length(source, config.max_position_embeddings, sizes)
     unchanged = partial(_refuse_foreign, output=output)  # it may have changed in the meantime
-    with explain_write_errors(output), replace_folder(output, overwrite, check_old=unchanged) as draft:
+    with (
+        explain_write_errors(output),
+        replace_folder(output, overwrite, check_old=unchanged) as draft,
+    ):
         parameters, heads = _write_bigbird(source, config, draft, sizes)
         files = {path.name: digest_of_file(path) for path in sorted(draft.iterdir())}
         meta = {"made_by": _MADE_BY, "source": source, "files": files}
@@ -101,7 +114,9 @@ def to_bigbird(source: str, output: Path, sizes: SparseSizes, overwrite: bool = 
     ]
 
 
-def long_model(settings: Settings, max_length: int | None, accelerator: Accelerator | None = None) -> Settings:
+def long_model(
+    settings: Settings, max_length: int | None, accelerator: Accelerator | None = None
+) -> Settings:
     """Replaces a BERT in the settings by a BigBird of 4096 positions, or of `max_length` if that is more.
 
     Writes it to the cache, once per machine; all processes must call this. Returns settings with a BigBird or without a
@@ -110,7 +125,10 @@ def long_model(settings: Settings, max_length: int | None, accelerator: Accelera
     if settings.model_name_or_path is None:
         return settings
     name, config = settings.model_name_or_path, load_config(settings)
-    if config.model_type in ("big_bird", "encoder-decoder"):  # an encoder-decoder of recipes/title.py has one
+    if config.model_type in (
+        "big_bird",
+        "encoder-decoder",
+    ):  # an encoder-decoder of recipes/title.py has one
         return settings
     _check_kind(name, config)
     default = SparseSizes()
@@ -118,7 +136,9 @@ def long_model(settings: Settings, max_length: int | None, accelerator: Accelera
     sizes = default._replace(max_length=-(-length // default.block_size) * default.block_size)
     with explain_load_errors(name):
         digits = hashlib.sha256(f"{_LAYOUT} {sizes} {model_digest(name)}".encode()).hexdigest()[:16]
-    base = re.sub(r"[^\w.-]", "-", Path(name.removeprefix(PREFIX)).absolute().name)  # as model cards show it
+    base = re.sub(
+        r"[^\w.-]", "-", Path(name.removeprefix(PREFIX)).absolute().name
+    )  # as model cards show it
     folder_name = f"{base}-bigbird-{sizes.max_length}-{digits}"
     with cached_folder("models", folder_name, accelerator, source=name) as (folder, draft):
         if draft:
@@ -126,7 +146,9 @@ def long_model(settings: Settings, max_length: int | None, accelerator: Accelera
     return dataclasses.replace(settings, model_name_or_path=str(folder))
 
 
-def _write_bigbird(name: str, bert_config: Any, folder: Path, sizes: SparseSizes) -> tuple[int, str]:
+def _write_bigbird(
+    name: str, bert_config: Any, folder: Path, sizes: SparseSizes
+) -> tuple[int, str]:
     """Fills an empty folder. Returns the number of parameters, and a description of the heads. Raises UserError for a
     source that cannot be loaded or converted."""
     tokenizer = load_plain_tokenizer(name)
@@ -137,7 +159,9 @@ def _write_bigbird(name: str, bert_config: Any, folder: Path, sizes: SparseSizes
     family = _FAMILIES[heads]
     weights = {key: weight for key, weight in bert.state_dict().items() if key not in new}
     prefixes = ("bert.", *(_HEADS[head] for head in heads))
-    dropped = sorted({*unknown, *(key for key in weights if not key.startswith(prefixes) and key != _DECODER)})
+    dropped = sorted(
+        {*unknown, *(key for key in weights if not key.startswith(prefixes) and key != _DECODER)}
+    )
     tensors = _bigbird_tensors(name, weights, family, config, pooler)
     config.architectures, config.dtype = [family.__name__], str(bert.dtype).removeprefix("torch.")
     # not `save_pretrained`, which writes only in the first process of a group
@@ -165,8 +189,13 @@ def _load(name: str, config: Any) -> tuple[Any, set[str], list[str]]:
     Returns the model, the names of its parameters that the checkpoint lacks (random ones), and names in the checkpoint
     that it does not use. Raises UserError for an incomplete encoder.
     """
-    bert, loading = from_pretrained(BertForPreTraining, name, config, dtype="auto", ignore_mismatched_sizes=True)
-    mismatched, unknown = [key for key, *_ in loading["mismatched_keys"]], sorted(loading["unexpected_keys"])
+    bert, loading = from_pretrained(
+        BertForPreTraining, name, config, dtype="auto", ignore_mismatched_sizes=True
+    )
+    mismatched, unknown = (
+        [key for key, *_ in loading["mismatched_keys"]],
+        sorted(loading["unexpected_keys"]),
+    )
     new = {*loading["missing_keys"], *mismatched}
     pooler = _with_prefix(new, _POOLER)
     lost = set(_with_prefix(new, "bert.")) - set(pooler) | set(_with_prefix(mismatched, "bert."))
@@ -180,7 +209,9 @@ def _config_of(bert: Any, tokenizer: Any, sizes: SparseSizes) -> BigBirdConfig:
     """A config with BERT's sizes and its tokenizer's ids; BigBird's default ids are those of another vocabulary."""
     options = {name: getattr(bert.config, name) for name in _COPIED}
     # from the weights: transformers unties an output layer that differs, whatever the config says
-    options["tie_word_embeddings"] = bert.get_output_embeddings().weight is bert.get_input_embeddings().weight
+    options["tie_word_embeddings"] = (
+        bert.get_output_embeddings().weight is bert.get_input_embeddings().weight
+    )
     if options["pad_token_id"] is None:
         options["pad_token_id"] = tokenizer.pad_token_id
     first, last = tokenizer.bos_token_id, tokenizer.eos_token_id
@@ -203,16 +234,24 @@ def _bigbird_tensors(
     prefix = "bert." if family is BigBirdModel else ""
     table = "bert.embeddings.position_embeddings.weight"
     rows = torch.arange(config.max_position_embeddings) % weights[table].shape[0]
-    renamed = {key.replace("bert.pooler.dense.", _POOLER): weight for key, weight in weights.items()}
+    renamed = {
+        key.replace("bert.pooler.dense.", _POOLER): weight for key, weight in weights.items()
+    }
     renamed[table] = weights[table][rows]
     shapes = {
         key: parameter.shape
         for key, parameter in model.named_parameters()
         if pooler or not f"{prefix}{key}".startswith(_POOLER)  # leave out a random pooler
     }
-    misfits = [key for key, shape in shapes.items() if getattr(renamed.get(prefix + key), "shape", None) != shape]
+    misfits = [
+        key
+        for key, shape in shapes.items()
+        if getattr(renamed.get(prefix + key), "shape", None) != shape
+    ]
     if misfits:
-        raise UserError(f"{name}: {listing(misfits, 3)} do not fit a BigBird: is it a BERT of transformers?")
+        raise UserError(
+            f"{name}: {listing(misfits, 3)} do not fit a BigBird: is it a BERT of transformers?"
+        )
     return {key: renamed[prefix + key].contiguous() for key in shapes}
 
 
@@ -232,15 +271,25 @@ def _check_kind(name: str, config: Any) -> None:
     """Raises UserError for a model that a BigBird with the same weights would not reproduce."""
     kind = config.model_type
     if kind == "big_bird":
-        raise UserError(f"{name} already is a BigBird, with {config.max_position_embeddings} positions: use it")
+        raise UserError(
+            f"{name} already is a BigBird, with {config.max_position_embeddings} positions: use it"
+        )
     if kind != "bert":
         good = "bert-base-chinese, bert-base-uncased, hfl/chinese-roberta-wwm-ext (a BERT despite its name)"
-        raise UserError(f"{name} has model_type {kind}, and only bert can be converted: use {good}, or a BigBird")
-    positions = getattr(config, "position_embedding_type", None) or "absolute"  # old configs have it
+        raise UserError(
+            f"{name} has model_type {kind}, and only bert can be converted: use {good}, or a BigBird"
+        )
+    positions = (
+        getattr(config, "position_embedding_type", None) or "absolute"
+    )  # old configs have it
     if positions != "absolute":
-        raise UserError(f"{name} has position_embedding_type {positions}: use a BERT with absolute positions")
+        raise UserError(
+            f"{name} has position_embedding_type {positions}: use a BERT with absolute positions"
+        )
     if config.is_decoder or config.add_cross_attention:
-        raise UserError(f"{name} is a decoder (is_decoder or add_cross_attention in its config.json): use an encoder")
+        raise UserError(
+            f"{name} is a decoder (is_decoder or add_cross_attention in its config.json): use an encoder"
+        )
 
 
 def _check_length(name: str, positions: int, sizes: SparseSizes) -> None:
@@ -277,7 +326,9 @@ def _check_output(output: Path, overwrite: bool) -> None:
     if output.is_symlink() or not output.is_dir():
         raise UserError(f"{output} exists and is not a folder: name another output")
     if any(output.iterdir()) and not overwrite:
-        raise UserError(f"{output} exists and is not empty: name another folder, or replace it with --overwrite")
+        raise UserError(
+            f"{output} exists and is not empty: name another folder, or replace it with --overwrite"
+        )
     _refuse_foreign(output, output)
 
 
@@ -290,7 +341,13 @@ def _refuse_foreign(folder: Path, output: Path) -> None:
         content = json.loads((folder / _META).read_text(encoding="utf-8"))
         digests = dict(content["files"]) if content["made_by"] == _MADE_BY else {}
     others = [path for path in sorted(folder.iterdir()) if path.name != _META or not digests]
-    foreign = [path.name for path in others if not path.is_file() or digests.get(path.name) != digest_of_file(path)]
+    foreign = [
+        path.name
+        for path in others
+        if not path.is_file() or digests.get(path.name) != digest_of_file(path)
+    ]
     if foreign:
         why = f"which {_MADE_BY} did not write, or which have changed since"
-        raise UserError(f"{output} holds {listing(foreign, 3)}, {why}: name another folder, or remove it yourself")
+        raise UserError(
+            f"{output} holds {listing(foreign, 3)}, {why}: name another folder, or remove it yourself"
+        )

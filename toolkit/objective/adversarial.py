@@ -32,13 +32,20 @@ class Adversarial:
         module = unwrapped(model)
         kind, config = type(module).__name__, getattr(module, "config", None)
         # XLNet's are (S, B, H)
-        if not hasattr(module, "get_input_embeddings") or getattr(config, "model_type", "") == "xlnet":
-            raise UserError(f"--fgm_epsilon {epsilon}: {kind} has no input embeddings (B, S, H): leave it out")
+        if (
+            not hasattr(module, "get_input_embeddings")
+            or getattr(config, "model_type", "") == "xlnet"
+        ):
+            raise UserError(
+                f"--fgm_epsilon {epsilon}: {kind} has no input embeddings (B, S, H): leave it out"
+            )
         module.get_input_embeddings().register_forward_hook(self._hook)
         _keep_buffers()
 
     def __call__(self, batch: Batch, logits: Tensor) -> Tensor:
-        adversarial = self._adversarial_losses(batch, logits)  # first: the hook keeps the last pass's embeddings
+        adversarial = self._adversarial_losses(
+            batch, logits
+        )  # first: the hook keeps the last pass's embeddings
         return (self.objective(batch, logits) + adversarial) / 2
 
     def _adversarial_losses(self, batch: Batch, logits: Tensor) -> Tensor:
@@ -48,14 +55,24 @@ class Adversarial:
             logits = unwrapped(self.model)(**batch.inputs).logits
         if self._embedded is None or len(self._embedded) != len(batch.inputs["input_ids"]):  # T5
             kind = type(unwrapped(self.model)).__name__
-            raise UserError(f"--fgm_epsilon {self.epsilon}: {kind} does not embed a batch as (B, S, H): leave it out")
+            raise UserError(
+                f"--fgm_epsilon {self.epsilon}: {kind} does not embed a batch as (B, S, H): leave it out"
+            )
         losses = self.objective.losses(logits, batch.labels)
         loss = _SCALE * losses.sum()
-        (gradient,) = torch.autograd.grad(loss, self._embedded, retain_graph=True, allow_unused=True)  # (B, S, H)
+        (gradient,) = torch.autograd.grad(
+            loss, self._embedded, retain_graph=True, allow_unused=True
+        )  # (B, S, H)
         if gradient is None:
-            how = "call the model for the logits of `objective(batch, logits)` after its other passes"
-            raise UserError(f"--fgm_epsilon {self.epsilon}: {how}: it moves the embeddings of the last pass")
-        norms = _norms(gradient.float(), batch.token_samples).clamp(min=torch.finfo(torch.float32).tiny)
+            how = (
+                "call the model for the logits of `objective(batch, logits)` after its other passes"
+            )
+            raise UserError(
+                f"--fgm_epsilon {self.epsilon}: {how}: it moves the embeddings of the last pass"
+            )
+        norms = _norms(gradient.float(), batch.token_samples).clamp(
+            min=torch.finfo(torch.float32).tiny
+        )
         self._shift = self.epsilon * gradient.float() / norms
         try:
             return self.objective.losses(self.model(**batch.inputs).logits, batch.labels)
@@ -67,7 +84,9 @@ class Adversarial:
             return embedded + self._shift.to(embedded.dtype)
         if torch.is_grad_enabled():
             # frozen embeddings' output does not require a gradient
-            self._embedded = embedded = embedded if embedded.requires_grad else embedded.detach().requires_grad_()
+            self._embedded = embedded = (
+                embedded if embedded.requires_grad else embedded.detach().requires_grad_()
+            )
         return embedded
 
 

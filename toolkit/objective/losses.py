@@ -33,7 +33,9 @@ class Objective:
 
     def plus(self, term: Term) -> Objective:
         """This objective plus `term(batch, logits)`, (B,)."""
-        return replace(self, training=lambda batch, logits: self(batch, logits) + term(batch, logits))
+        return replace(
+            self, training=lambda batch, logits: self(batch, logits) + term(batch, logits)
+        )
 
 
 def sample_losses(
@@ -75,5 +77,7 @@ def _focal(losses: Tensor, gamma: float) -> Tensor:
 
 def token_losses(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """(B, T, V) logits and (B, T) token ids -> (B,) float32 sums of cross entropies; labels of -100 are padding."""
-    losses = F.cross_entropy(logits.float().transpose(1, 2), labels, reduction="none", label_smoothing=label_smoothing)
+    losses = F.cross_entropy(
+        logits.float().transpose(1, 2), labels, reduction="none", label_smoothing=label_smoothing
+    )
     return losses.sum(dim=1)  # (B, T) -> (B,)

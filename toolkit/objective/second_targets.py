@@ -15,7 +15,9 @@ from toolkit.errors import UserError
 from toolkit.objective.losses import Batch, Objective
 
 
-def with_teacher(objective: Objective, problem_type: ProblemType, alpha: float, temperature: float) -> Objective:
+def with_teacher(
+    objective: Objective, problem_type: ProblemType, alpha: float, temperature: float
+) -> Objective:
     """(1 - alpha) x the objective + alpha x the distance to the teacher's logits, from `batch.columns`."""
 
     def losses(batch: Batch, logits: Tensor) -> Tensor:
@@ -25,7 +27,9 @@ def with_teacher(objective: Objective, problem_type: ProblemType, alpha: float, 
     return replace(objective, training=losses)
 
 
-def distillation_losses(logits: Tensor, teacher: Tensor, problem_type: ProblemType, temperature: float) -> Tensor:
+def distillation_losses(
+    logits: Tensor, teacher: Tensor, problem_type: ProblemType, temperature: float
+) -> Tensor:
     """(B, C) logits of a student and of its teacher -> (B,) float32 losses.
 
     The Kullback-Leibler divergence at this temperature, times its square to keep the size of gradients; for multi-label
@@ -36,15 +40,23 @@ def distillation_losses(logits: Tensor, teacher: Tensor, problem_type: ProblemTy
         return (logits - teacher).square().mean(dim=-1)
     logits, teacher = logits / temperature, teacher / temperature
     if problem_type == "multi_label_classification":
-        logits, teacher = (torch.stack([each, torch.zeros_like(each)], dim=-1) for each in (logits, teacher))
-    divergences = F.kl_div(logits.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+        logits, teacher = (
+            torch.stack([each, torch.zeros_like(each)], dim=-1) for each in (logits, teacher)
+        )
+    divergences = F.kl_div(
+        logits.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="none"
+    ).sum(-1)
     return temperature**2 * divergences.reshape(len(divergences), -1).mean(dim=-1)
 
 
-def with_r_drop(objective: Objective, model: Any, problem_type: ProblemType, alpha: float) -> Objective:
+def with_r_drop(
+    objective: Objective, model: Any, problem_type: ProblemType, alpha: float
+) -> Objective:
     """The mean of the objective over both passes + alpha x their divergence."""
     if problem_type == "regression":
-        raise UserError(f"--r_drop_alpha {alpha} needs classes, and this is a regression: leave it out")
+        raise UserError(
+            f"--r_drop_alpha {alpha} needs classes, and this is a regression: leave it out"
+        )
 
     def losses(batch: Batch, logits: Tensor) -> Tensor:
         first = objective(batch, logits)

@@ -13,7 +13,14 @@ from toolkit import __version__, demo
 from toolkit.checkpoint.model_folder import read_step
 from toolkit.data.jieba_tokenizer import is_jieba
 from toolkit.evaluation import Evaluation
-from toolkit.report.files import METRICS, Record, architecture, is_local, without_folders, write_atomically
+from toolkit.report.files import (
+    METRICS,
+    Record,
+    architecture,
+    is_local,
+    without_folders,
+    write_atomically,
+)
 from toolkit.report.templates import render
 from toolkit.utils.features import features, first
 
@@ -101,7 +108,10 @@ def _pipeline_tag(problem_type: str) -> str:
 def _hub_metric(name: str, segmenter: str | None) -> dict[str, Any]:
     """The hub's name and arguments of a metric."""
     if name.startswith("rouge"):
-        return {"metric_type": "rouge", "metric_args": {"tokenizer": segmenter} if segmenter != "word" else None}
+        return {
+            "metric_type": "rouge",
+            "metric_args": {"tokenizer": segmenter} if segmenter != "word" else None,
+        }
     kind, _, average = name.partition("_")
     options = {"average": average} if average else None
     return {"metric_type": kind.replace("pearson", "pearsonr"), "metric_args": options}
@@ -121,12 +131,15 @@ def _hyperparameters(record: Record, run_folder: Path) -> dict[str, Any]:
     ratio, steps = settings.get("warmup_ratio"), record.cost["steps"]
     values = settings | {
         "optimizer": record.config.get("optimizer", "AdamW"),
-        "warm-up": f"{settings.get('warmup_steps') or 0} steps" if ratio is None else f"{ratio:g} of all steps",
+        "warm-up": f"{settings.get('warmup_steps') or 0} steps"
+        if ratio is None
+        else f"{ratio:g} of all steps",
         "optimizer steps": f"{steps} of {data['total_steps']}, {data['steps_per_epoch']} an epoch",
         "label_smoothing_factor": settings.get("label_smoothing_factor") or None,
         "loss": "focal" if settings.get("loss") == "focal" else None,
         "no_repeat_ngram_size": settings.get("no_repeat_ngram_size") or None,
-        "teacher": settings.get("teacher") and without_folders(str(settings["teacher"]).removesuffix("/model")),
+        "teacher": settings.get("teacher")
+        and without_folders(str(settings["teacher"]).removesuffix("/model")),
         "LoRA": _lora(run_folder / "adapter") if settings.get("lora_r") else None,
         "max_length": data["max_length"],
         "mixed_precision": world["mixed_precision"],
@@ -140,14 +153,18 @@ def _lora(adapter: Path) -> str:
     """`r=8, alpha=16, dropout 0, on query, value; merged into the weights here`."""
     config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     numbers = f"r={config['r']}, alpha={config['lora_alpha']}, dropout {config['lora_dropout']:g}"
-    return f"{numbers}, on {', '.join(sorted(config['target_modules']))}; merged into the weights here"
+    return (
+        f"{numbers}, on {', '.join(sorted(config['target_modules']))}; merged into the weights here"
+    )
 
 
 def _limits(record: Record) -> dict[str, Any]:
     """Variables of the section "Limits"."""
     last, classes = record.last, record.last.numbers.get("per_class", {})
     return {
-        "chosen_by": record.metric_title(record.best.metric) if last.split == "validation" else None,
+        "chosen_by": record.metric_title(record.best.metric)
+        if last.split == "validation"
+        else None,
         "few": last.numbers["num_samples"] < _FEW_SAMPLES,
         "rare": [name for name, scores in classes.items() if scores["support"] < _FEW_SAMPLES],
     }

@@ -33,7 +33,14 @@ _NOT_OF_JOB |= {"per_device_batch_size", "max_tokens_per_batch", "gradient_check
 _SIGNIFICANT = 0.05
 _RESAMPLES, _MIN_RESAMPLES, _MAX_DRAWS = 1000, 100, 10**8
 _MAX_BATCH, _MAX_BATCH_DRAWS = 50, 5 * 10**6  # resamples in memory at a time, and their rows: 40 MB
-_COSTS = ("strategy", "mixed_precision", "steps", "seconds", "samples_per_second", "loss_difference")
+_COSTS = (
+    "strategy",
+    "mixed_precision",
+    "steps",
+    "seconds",
+    "samples_per_second",
+    "loss_difference",
+)
 
 
 class ComparedRun:
@@ -52,18 +59,28 @@ class ComparedRun:
         """Identifies the evaluated rows, their labels and their file."""
         rows = [(line["id"], line.get("label", line.get("reference"))) for line in self.predictions]
         record, digests = self.record, self.record.data.get("file_digests", {})
-        file = (digests.get(record.last.split) or digests.get("train", "")).partition("-")[0]  # without how it is read
-        return dumps([record.last.split, record.problem_type, record.data.get("labels"), file, rows])
+        file = (digests.get(record.last.split) or digests.get("train", "")).partition("-")[
+            0
+        ]  # without how it is read
+        return dumps(
+            [record.last.split, record.problem_type, record.data.get("labels"), file, rows]
+        )
 
     @property
     def settings(self) -> dict[str, Any]:
         """The model by its digest, as paths differ between machines."""
         settings, identity = self.record.settings, self.record.config.get("identity", {})
-        return settings | {"model_name_or_path": identity.get("model", settings.get("model_name_or_path"))}
+        return settings | {
+            "model_name_or_path": identity.get("model", settings.get("model_name_or_path"))
+        }
 
     def job(self, *ignored: str) -> str:
         """Identifies the training, however it was distributed: model, data and settings but the ignored ones."""
-        settings = {name: value for name, value in self.settings.items() if name not in _NOT_OF_JOB.union(ignored)}
+        settings = {
+            name: value
+            for name, value in self.settings.items()
+            if name not in _NOT_OF_JOB.union(ignored)
+        }
         return dumps([settings, self.settings["model_name_or_path"], self.record.data["digest"]])
 
 
@@ -76,14 +93,20 @@ def compare(folders: Sequence[str | Path]) -> tuple[dict[str, Any], list[Compare
     runs = [ComparedRun(Path(folder), name) for folder, name in zip(folders, names, strict=True)]
     counts = collections.Counter(run.rows for run in runs if run.predictions)
     reference = max(runs, key=lambda run: counts[run.rows])
-    left_out = {run.name: reason for run in runs if (reason := _reason_to_leave_out(run, reference))}
+    left_out = {
+        run.name: reason for run in runs if (reason := _reason_to_leave_out(run, reference))
+    }
     if len(runs) - len(left_out) < min(2, len(runs)):
         reasons = "; ".join(f"{name}: {why}" for name, why in left_out.items())
         raise UserError(f"these runs cannot be compared: {reasons}")
     best = reference.record.best
     runs = [run for run in runs if run.name not in left_out]
-    values = {run.name: run.record.last.numbers[best.metric] for run in runs}  # None: it was not finite
-    runs.sort(key=lambda run: math.inf if values[run.name] is None else -best.sign * values[run.name])
+    values = {
+        run.name: run.record.last.numbers[best.metric] for run in runs
+    }  # None: it was not finite
+    runs.sort(
+        key=lambda run: math.inf if values[run.name] is None else -best.sign * values[run.name]
+    )
     measured = [_measure(run, runs, best.metric) for run in runs]
     return {
         "metric": best.metric, "greater_is_better": best.sign > 0, "split": reference.record.last.split,
@@ -113,20 +136,26 @@ def _differing_settings(runs: Sequence[ComparedRun]) -> dict[str, dict[str, Any]
     ignored = _NOT_SHOWN | _FILE_SETTINGS if same_data else _NOT_SHOWN
     names = dict.fromkeys(name for run in runs for name in run.settings if name not in ignored)
     values = {name: {run.name: run.settings.get(name) for run in runs} for name in names}
-    return {name: by_run for name, by_run in values.items() if len(set(map(dumps, by_run.values()))) > 1}
+    return {
+        name: by_run for name, by_run in values.items() if len(set(map(dumps, by_run.values()))) > 1
+    }
 
 
 def _measure(run: ComparedRun, runs: Sequence[ComparedRun], metric: str) -> dict[str, Any]:
     """A run's metrics with their intervals and the p of their differences from the best run, the first; its costs."""
     record, world = run.record, run.record.config["world"]
-    metrics: dict[str, Any] = {name: {"value": record.last.numbers[name]} for name in (metric, "loss")}
+    metrics: dict[str, Any] = {
+        name: {"value": record.last.numbers[name]} for name in (metric, "loss")
+    }
     metrics |= intervals(run.scores)
     if run is not runs[0]:
         for name, p in p_values(run.scores, runs[0].scores).items():
             metrics[name]["p"] = p
     first = next(other for other in runs if other.job() == run.job())
     # the largest of a step; NaN without a common step
-    difference = (values_of(record.steps, "loss") / values_of(first.record.steps, "loss") - 1).abs().max()
+    difference = (
+        (values_of(record.steps, "loss") / values_of(first.record.steps, "loss") - 1).abs().max()
+    )
     return {
         "name": run.name, "folder": str(run.folder), "metrics": metrics, "strategy": record.strategy,
         "mixed_precision": world["mixed_precision"], "device": world["device"],
@@ -145,7 +174,10 @@ def _seeds(runs: Sequence[ComparedRun], measured: Sequence[dict[str, Any]]) -> l
     ).drop_duplicates(["job", "seed"])
     groups = [group for _, group in table.groupby("job", sort=False) if len(group) > 1]
     return [
-        {"runs": list(group["run"]), "metrics": group[names].astype(float).agg(["mean", "std", "min", "max"]).to_dict()}
+        {
+            "runs": list(group["run"]),
+            "metrics": group[names].astype(float).agg(["mean", "std", "min", "max"]).to_dict(),
+        }
         for group in groups
     ]
 
@@ -164,7 +196,9 @@ def as_text(comparison: dict[str, Any]) -> str:
 def tables(comparison: dict[str, Any]) -> dict[str, pd.DataFrame]:
     """Title -> texts in cells, a row for each run or group of runs."""
     runs, settings = comparison["runs"], comparison["settings"]
-    names = [name for name in runs[0]["metrics"] if name != "loss" or not settings.keys() & LOSS_SETTINGS]
+    names = [
+        name for name in runs[0]["metrics"] if name != "loss" or not settings.keys() & LOSS_SETTINGS
+    ]
     results = [
         {setting: format_setting(values[run["name"]]) for setting, values in settings.items()}
         | {name: _format_metric(**run["metrics"][name]) for name in names}
@@ -179,7 +213,10 @@ def tables(comparison: dict[str, Any]) -> dict[str, pd.DataFrame]:
         for run in runs
     ]
     seeds = [
-        {name: "{mean:.4f} ± {std:.4f} ({min:.4f} to {max:.4f})".format(**group["metrics"][name]) for name in names}
+        {
+            name: "{mean:.4f} ± {std:.4f} ({min:.4f} to {max:.4f})".format(**group["metrics"][name])
+            for name in names
+        }
         for group in comparison["seeds"]
     ]
     title = f"{comparison['num_samples']:,} rows of {comparison['split']}, 95 % confidence intervals in brackets"
@@ -187,7 +224,9 @@ def tables(comparison: dict[str, Any]) -> dict[str, pd.DataFrame]:
     by_title = {title: pd.DataFrame(results, index), "What each took": pd.DataFrame(costs, index)}
     if seeds:
         index = pd.Index(", ".join(group["runs"]) for group in comparison["seeds"])
-        by_title["Over seeds: mean ± standard deviation (lowest to highest)"] = pd.DataFrame(seeds, index)
+        by_title["Over seeds: mean ± standard deviation (lowest to highest)"] = pd.DataFrame(
+            seeds, index
+        )
     return by_title
 
 
@@ -200,7 +239,9 @@ def notes(comparison: dict[str, Any]) -> list[str]:
         p = {run["name"]: run["metrics"][tested]["p"] for run in others}
         clear = [name for name in p if p[name] < _SIGNIFICANT]
         unclear = [name for name in p if p[name] >= _SIGNIFICANT]
-        lines += [f"Clear difference in {tested} (p < {_SIGNIFICANT}): {listing(clear)}"] * bool(clear)
+        lines += [f"Clear difference in {tested} (p < {_SIGNIFICANT}): {listing(clear)}"] * bool(
+            clear
+        )
         lines += [f"No clear difference in {tested}: {listing(unclear)}"] * bool(unclear)
     if comparison["settings"].keys() & LOSS_SETTINGS:
         lines.append("Losses are not compared, as their definitions differ")
@@ -235,15 +276,23 @@ def scores_of(lines: Sequence[dict[str, Any]], problem_type: str, classes: Seque
         weights = np.array([[line.get("weight", 1.0)] for line in lines], np.float64)
         weighted = weights * [[float(line["scores"][name]) for name in names] for line in lines]
         rows = sparse.csr_array(np.hstack([weighted, weights]))
-        return Scores(names, rows, lambda means: means[..., :-1] / np.maximum(means[..., -1:], np.finfo(float).tiny))
+        return Scores(
+            names,
+            rows,
+            lambda means: means[..., :-1] / np.maximum(means[..., -1:], np.finfo(float).tiny),
+        )
     if problem_type == "regression":
-        errors = np.array([np.subtract(line["prediction"], line["label"]) for line in lines]).reshape(len(lines), -1)
+        errors = np.array(
+            [np.subtract(line["prediction"], line["label"]) for line in lines]
+        ).reshape(len(lines), -1)
         rows = np.stack([np.abs(errors).mean(axis=1), np.square(errors).mean(axis=1)], axis=1)
         return Scores(("mae", "mse"), sparse.csr_array(rows))
     binarizer = MultiLabelBinarizer(classes=classes, sparse_output=True)
 
     def label_sets(key: str) -> Any:
-        labels = (line[key] for line in lines)  # a name, None if the model abstained, or a list of names
+        labels = (
+            line[key] for line in lines
+        )  # a name, None if the model abstained, or a list of names
         return binarizer.fit_transform([[x] if isinstance(x, str) else x or [] for x in labels])
 
     return class_scores(label_sets("label"), label_sets("prediction"), problem_type)
@@ -251,7 +300,10 @@ def scores_of(lines: Sequence[dict[str, Any]], problem_type: str, classes: Seque
 
 def class_scores(truth: Any, guess: Any, problem_type: str) -> Scores:
     """Sparse one-hot (N, C) labels and predictions -> scores."""
-    truth, guess = sparse.csr_array(truth, dtype=np.float64), sparse.csr_array(guess, dtype=np.float64)
+    truth, guess = (
+        sparse.csr_array(truth, dtype=np.float64),
+        sparse.csr_array(guess, dtype=np.float64),
+    )
     several = problem_type == "multi_label_classification"
 
     def metrics(means: np.ndarray) -> np.ndarray:
@@ -262,7 +314,9 @@ def class_scores(truth: Any, guess: Any, problem_type: str) -> Scores:
         return np.stack([means[:, 0], f1_macro, *[f1_micro] * several], axis=1)
 
     right = np.asarray(abs(truth - guess).sum(axis=1)).ravel() == 0
-    rows = sparse.hstack([sparse.csr_array(right[:, None].astype(float)), truth.multiply(guess), truth, guess], "csr")
+    rows = sparse.hstack(
+        [sparse.csr_array(right[:, None].astype(float)), truth.multiply(guess), truth, guess], "csr"
+    )
     return Scores(["accuracy", "f1_macro", *["f1_micro"] * several], rows, metrics)
 
 
@@ -272,7 +326,9 @@ def intervals(scores: Scores) -> dict[str, dict[str, float]]:
 
     def statistic(rows: np.ndarray, axis: int = -1) -> np.ndarray:
         """(B, N) numbers of rows -> (M, B) metrics."""
-        weights = np.stack([np.bincount(sample, minlength=count) for sample in rows], axis=1).astype(float)  # (N, B)
+        weights = np.stack(
+            [np.bincount(sample, minlength=count) for sample in rows], axis=1
+        ).astype(float)  # (N, B)
         return scores.metrics((scores.rows.T @ weights).T / count).T
 
     low = high = values = statistic(np.arange(count)[None])[:, 0]
@@ -296,7 +352,9 @@ def p_values(one: Scores, other: Scores) -> dict[str, float]:
     def statistic(swapped: np.ndarray, _: np.ndarray, axis: int = -1) -> np.ndarray:
         """(..., D), 1 if the predictions are swapped -> (..., M) differences."""
         moved = (change @ swapped.reshape(-1, differing).T).T / count
-        difference = one.metrics(one.rows.mean(axis=0) + moved) - other.metrics(other.rows.mean(axis=0) - moved)
+        difference = one.metrics(one.rows.mean(axis=0) + moved) - other.metrics(
+            other.rows.mean(axis=0) - moved
+        )
         return difference.reshape(*swapped.shape[:-1], -1)
 
     p = stats.permutation_test(

@@ -63,28 +63,43 @@ def charts(record: Record) -> list[Chart]:
         return []
     end, clip, saved = steps[-1]["step"], record.settings.get("max_grad_norm"), record.saved_step
 
-    def draw_steps(title: str, name: str, kind: Any = "smooth", unit: float = 1, note: str = "") -> Chart:
-        return draw_lines(title, [Line("", values_of(steps, name) / unit, kind)], end, note, from_zero=True)
+    def draw_steps(
+        title: str, name: str, kind: Any = "smooth", unit: float = 1, note: str = ""
+    ) -> Chart:
+        return draw_lines(
+            title, [Line("", values_of(steps, name) / unit, kind)], end, note, from_zero=True
+        )
 
     def draw_metrics(names: Sequence[str]) -> Chart:
         group = "ROUGE" if record.problem_type == "title_generation" else "Metrics"
         title = record.metric_title(names[0]) if len(names) == 1 else group
-        lines = [Line(record.metric_title(name), values_of(evaluations, name), "points") for name in names]
+        lines = [
+            Line(record.metric_title(name), values_of(evaluations, name), "points")
+            for name in names
+        ]
         note = f"dashed: the saved model, step {saved:,}" if saved else ""
-        return draw_lines(f"{title} on {evaluations[0]['split']}", lines, end, note, dashed_at=saved)
+        return draw_lines(
+            f"{title} on {evaluations[0]['split']}", lines, end, note, dashed_at=saved
+        )
 
     loss = [Line("training", values_of(steps, "loss"), "smooth")]
     metrics: list[tuple[str, ...]] = []
     if evaluations:
         first = evaluations[0]
         loss.append(Line(first["split"], values_of(evaluations, "loss"), "points"))
-        custom = [(name,) for name, value in first.items() if isinstance(value, float) and name not in METRICS]
+        custom = [
+            (name,)
+            for name, value in first.items()
+            if isinstance(value, float) and name not in METRICS
+        ]
         metrics = [*_EVALUATION_CHARTS.get(record.problem_type, ()), *custom]
     return [
         draw_lines("Loss", loss, end),
         *map(draw_metrics, metrics),
         draw_steps("Learning rate", "learning_rate", "plain"),
-        draw_steps("Gradient norm", "grad_norm", note=f"before clipping at {clip:g}" if clip else ""),
+        draw_steps(
+            "Gradient norm", "grad_norm", note=f"before clipping at {clip:g}" if clip else ""
+        ),
         draw_steps("Samples per second", "samples_per_second"),
         draw_steps("Peak memory, GiB", "peak_memory_bytes", "plain", unit=2**30),
     ]
@@ -93,16 +108,25 @@ def charts(record: Record) -> list[Chart]:
 def values_of(lines: Sequence[dict[str, Any]], name: str) -> pd.Series:
     """Values by step, NaN if not finite."""
     # the first line of a step: the last step may be evaluated again with tuned decisions
-    values = pd.Series({line["step"]: line[name] for line in reversed(lines) if name in line}, dtype=float)
+    values = pd.Series(
+        {line["step"]: line[name] for line in reversed(lines) if name in line}, dtype=float
+    )
     return values.where(np.isfinite(values)).sort_index()
 
 
 def draw_lines(
-    title: str, lines: Sequence[Line], end: int, note: str = "", from_zero: bool = False, dashed_at: int | None = None
+    title: str,
+    lines: Sequence[Line],
+    end: int,
+    note: str = "",
+    from_zero: bool = False,
+    dashed_at: int | None = None,
 ) -> Chart:
     """Lines over the steps 0 to `end`, each in the next colour of the page. A spike of a smooth line is cut off, so
     that it does not flatten the rest of the curve, and noted."""
-    values = pd.concat([line.values for line in lines if line.kind == "smooth"] or [pd.Series(dtype=float)])
+    values = pd.concat(
+        [line.values for line in lines if line.kind == "smooth"] or [pd.Series(dtype=float)]
+    )
     most = values.quantile(0.995)
     has_spike = values.max() > 2 * most > 0
 
@@ -116,14 +140,20 @@ def draw_lines(
         axes.set_xlim(0, 1.02 * end)
         axes.locator_params(axis="x", nbins=6, integer=True)
 
-    legend = tuple(zip(_COLOURS.values(), (line.name for line in lines), strict=False)) if len(lines) > 1 else ()
+    legend = (
+        tuple(zip(_COLOURS.values(), (line.name for line in lines), strict=False))
+        if len(lines) > 1
+        else ()
+    )
     spike = f"up to {values.max():.4g} at step {values.idxmax():,}" if has_spike else ""
     return chart(title, draw, 2.3, legend, ", ".join(filter(None, (note, spike))))
 
 
 def _draw_line(axes: Axes, line: Line, colour: str) -> None:
     values = line.values
-    dots: Any = {"marker": "o", "clip_on": False} if line.kind == "points" or len(values) == 1 else {}
+    dots: Any = (
+        {"marker": "o", "clip_on": False} if line.kind == "points" or len(values) == 1 else {}
+    )
     if line.kind == "smooth":
         axes.plot(values, color=colour, linewidth=0.8, alpha=0.35)
     if line.kind in ("smooth", "mean"):
@@ -141,16 +171,24 @@ def scatter(true: np.ndarray, predicted: np.ndarray) -> Chart | None:
 
     def draw(axes: Axes) -> None:
         axes.plot(ends, ends, **DASHED)
-        axes.plot(*dots.T, "o", color="C0", markersize=3, alpha=0.45, markeredgewidth=0, clip_on=False)
+        axes.plot(
+            *dots.T, "o", color="C0", markersize=3, alpha=0.45, markeredgewidth=0, clip_on=False
+        )
         axes.set(xlabel="true", ylabel="predicted", xlim=ends, ylim=ends)
         axes.grid(axis="x")
 
-    thinned = f"; {len(dots):,} of {len(pairs):,} samples are drawn" if len(dots) < len(pairs) else ""
+    thinned = (
+        f"; {len(dots):,} of {len(pairs):,} samples are drawn" if len(dots) < len(pairs) else ""
+    )
     return chart("Predicted against true", draw, 4.2, note=f"dashed: exactly right{thinned}")
 
 
 def chart(
-    title: str, draw: Callable[[Axes], None], height: float, legend: Sequence[tuple[str, str]] = (), note: str = ""
+    title: str,
+    draw: Callable[[Axes], None],
+    height: float,
+    legend: Sequence[tuple[str, str]] = (),
+    note: str = "",
 ) -> Chart:
     """Draws one chart as SVG, with ids derived from its title; without matplotlib the note says what to install."""
     if not is_installed("matplotlib"):
@@ -159,16 +197,22 @@ def chart(
     from matplotlib.figure import Figure
 
     file = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": title}, Path(__file__).with_name("curves.mplstyle")):
+    with matplotlib.rc_context(
+        {"svg.hashsalt": title}, Path(__file__).with_name("curves.mplstyle")
+    ):
         figure = Figure(figsize=(5.2, height), layout="constrained")
         axes = figure.subplots()
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:,.7g}")
         axes.locator_params(nbins=5)
         draw(axes)
-        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        figure.savefig(
+            file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        )
     # strip what must not be in the page: the XML prologue, URLs, and ids that two drawings would share
-    svg = re.sub('(?s)^.*?<svg [^>]*(viewBox="[^"]*")[^>]*>', r'<svg \1 aria-hidden="true">', file.getvalue())
+    svg = re.sub(
+        '(?s)^.*?<svg [^>]*(viewBox="[^"]*")[^>]*>', r'<svg \1 aria-hidden="true">', file.getvalue()
+    )
     svg = re.sub('<g id="[^"]*"', "<g", svg)
     svg = re.sub("|".join(_COLOURS), lambda drawn: f"var(--{_COLOURS[drawn[0]]})", svg)
     return Chart(title, Markup(svg), legend, note)

@@ -78,18 +78,29 @@ class RunFiles:
         if not self.writes:
             return
         step, counts = (manifest["step"], manifest.get("lines", {})) if manifest else (0, {})
-        metrics = [line for line in latest_per_step(read_lines(self.path / "metrics.jsonl")) if line["step"] <= step]
+        metrics = [
+            line
+            for line in latest_per_step(read_lines(self.path / "metrics.jsonl"))
+            if line["step"] <= step
+        ]
         earlier = [line for line in metrics if line["step"] < step]
-        if manifest and len(metrics) == len(earlier):  # the step's line is written after its checkpoint
+        if manifest and len(metrics) == len(
+            earlier
+        ):  # the step's line is written after its checkpoint
             metrics.append(manifest["metrics"])
         evaluation_file, num_evaluations = self.path / "eval.jsonl", counts.get("eval.jsonl", 0)
         evaluations = list(read_lines(evaluation_file, num_evaluations))
-        if evaluation_file.is_file() and evaluation_file.read_bytes().count(b"\n") > num_evaluations:
+        if (
+            evaluation_file.is_file()
+            and evaluation_file.read_bytes().count(b"\n") > num_evaluations
+        ):
             (self.path / "predictions.jsonl").unlink(missing_ok=True)
         for name, lines, count in (("metrics.jsonl", metrics, len(earlier)),
                                    ("eval.jsonl", evaluations, len(evaluations))):  # fmt: skip
             if count < counts.get(name, 0):
-                logger.warning(f"{self.path / name} has {count} of the {counts[name]} lines that it had at step {step}")
+                logger.warning(
+                    f"{self.path / name} has {count} of the {counts[name]} lines that it had at step {step}"
+                )
             if lines:
                 write_atomically(self.path / name, (dumps(line) + "\n" for line in lines))
             else:
@@ -103,13 +114,20 @@ class RunFiles:
             write_atomically(path, [dumps({**config, "stopped": facts}, indent=2), "\n"])
 
     def append_evaluation(self, evaluation: Evaluation, step: int, **extra: Any) -> None:
-        self.append("eval.jsonl", {"step": step, "split": evaluation.split, **extra, **evaluation.numbers})
-        if self.writes and not extra:  # or, after a kill, those of an earlier evaluation would count as this one's
+        self.append(
+            "eval.jsonl", {"step": step, "split": evaluation.split, **extra, **evaluation.numbers}
+        )
+        if (
+            self.writes and not extra
+        ):  # or, after a kill, those of an earlier evaluation would count as this one's
             (self.path / "predictions.jsonl").unlink(missing_ok=True)
 
     def write_predictions(self, evaluation: Evaluation) -> None:
         if evaluation.predictions is not None:
-            write_atomically(self.path / "predictions.jsonl", (dumps(line) + "\n" for line in evaluation.predictions()))
+            write_atomically(
+                self.path / "predictions.jsonl",
+                (dumps(line) + "\n" for line in evaluation.predictions()),
+            )
 
     def append(self, name: str, line: dict[str, Any]) -> None:
         if not self.writes:
@@ -186,9 +204,13 @@ class Record:
              **{name: value for name, value in line.items() if isinstance(value, int | float | None)}}
             for line in read_lines(folder / "eval.jsonl")
         ]  # fmt: skip
-        evaluations, comparisons = ([line for line in lines if ("max_length" in line) == cut] for cut in (False, True))
+        evaluations, comparisons = (
+            [line for line in lines if ("max_length" in line) == cut] for cut in (False, True)
+        )
         steps = latest_per_step(read_lines(folder / "metrics.jsonl"))
-        return cls(json.loads(config), steps, evaluations, comparisons, last or last_evaluation(folder))
+        return cls(
+            json.loads(config), steps, evaluations, comparisons, last or last_evaluation(folder)
+        )
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -208,7 +230,9 @@ class Record:
 
     @property
     def metric_names(self) -> list[str]:
-        return list(dict.fromkeys(name for line in self.evaluations for name in drop_redundant_f1(line)))
+        return list(
+            dict.fromkeys(name for line in self.evaluations for name in drop_redundant_f1(line))
+        )
 
     @property
     def training_evaluations(self) -> list[dict[str, Any]]:
@@ -218,8 +242,15 @@ class Record:
     @property
     def best(self) -> Best:
         """The run's metric for the best model, before any evaluation."""
-        metric, greater = self.data.get("metric_for_best_model"), self.settings.get("greater_is_better")
-        return Best(metric or self.settings.get("metric_for_best_model"), self.problem_type, greater_is_better=greater)
+        metric, greater = (
+            self.data.get("metric_for_best_model"),
+            self.settings.get("greater_is_better"),
+        )
+        return Best(
+            metric or self.settings.get("metric_for_best_model"),
+            self.problem_type,
+            greater_is_better=greater,
+        )
 
     @cached_property
     def saved_step(self) -> int | None:
@@ -266,7 +297,9 @@ class Record:
         thresholds = np.array([by_name.get(name, 0.5) for name in names])
         for line in read_lines(folder / "predictions.jsonl"):
             if line.get("prediction", "") is None and "probabilities" in line:
-                probabilities = np.array(line["probabilities"], float).clip(1e-12)  # null becomes a NaN
+                probabilities = np.array(line["probabilities"], float).clip(
+                    1e-12
+                )  # null becomes a NaN
                 scores = np.log(probabilities) - np.log(thresholds / (1 - thresholds))
                 line |= {"prediction": names[int(scores.argmax())], "abstained": True}
             yield line
@@ -289,14 +322,25 @@ class Record:
     def results(self, numbers: dict[str, Any] | None = None) -> dict[str, float | None]:
         """The metrics of an evaluation (default: the last) by title, the loss at the end."""
         numbers = drop_redundant_f1(self.last.numbers if numbers is None else numbers)
-        names = sorted((name for name, value in numbers.items() if isinstance(value, float | None)), key="loss".__eq__)
+        names = sorted(
+            (name for name, value in numbers.items() if isinstance(value, float | None)),
+            key="loss".__eq__,
+        )
         return {self.metric_title(name): numbers[name] for name in names}
 
     @property
     def results_by_length(self) -> list[tuple[int, dict[str, float | None]]]:
         """(max_length, results) of the saved model, its training length first; empty without `--compare_max_length`."""
-        others = {line["max_length"]: self.results(line) for line in self.comparisons if line["step"] == self.last_step}
-        return [(self.data["max_length"], self.results()), *sorted(others.items(), reverse=True)] if others else []
+        others = {
+            line["max_length"]: self.results(line)
+            for line in self.comparisons
+            if line["step"] == self.last_step
+        }
+        return (
+            [(self.data["max_length"], self.results()), *sorted(others.items(), reverse=True)]
+            if others
+            else []
+        )
 
     @property
     def base_model(self) -> str:
@@ -348,7 +392,17 @@ def architecture(model_folder: Path) -> str:
     return str((config.get("architectures") or ["model"])[0])
 
 
-_BERTS = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "ernie", "nezha", "distilbert", "big_bird")
+_BERTS = (
+    "bert",
+    "roberta",
+    "xlm-roberta",
+    "camembert",
+    "electra",
+    "ernie",
+    "nezha",
+    "distilbert",
+    "big_bird",
+)
 _HEADS = ("classifier.weight", "classifier.out_proj.weight", "score.weight")
 
 
@@ -356,7 +410,9 @@ def _fits(shapes: Mapping[str, list[int]], config: Mapping[str, Any]) -> bool:
     """Whether a classifier's weights have the labels of its config, and a BERT's its words and layers."""
     heads = [shapes[name] for name in _HEADS if name in shapes]
     labels = len(config.get("id2label") or range(config.get("num_labels", 2)))
-    is_classifier = str(config.get("architectures")).endswith(("SequenceClassification']", "TokenClassification']"))
+    is_classifier = str(config.get("architectures")).endswith(
+        ("SequenceClassification']", "TokenClassification']")
+    )
     if is_classifier and any(head[0] != labels for head in heads):
         return False
     if config.get("model_type") not in _BERTS:

@@ -85,7 +85,11 @@ def write_report(
     record, rows = Record.load(folder, last), last.numbers.get("num_samples", 0)
     if texts and len(texts) != rows:
         raise ValueError(f"{last.split} has {rows} rows, and there are {len(texts)} texts")
-    samples = _sample_context(record, folder, texts, groups or {}) if record.data.get("labels") else {"worst": []}
+    samples = (
+        _sample_context(record, folder, texts, groups or {})
+        if record.data.get("labels")
+        else {"worst": []}
+    )
     context: dict[str, Any] = {
         "record": record, "config": record.config, "problem_type": record.problem_type, "last": last,
         "folder": name or folder.resolve().name, "charts": curves.charts(record), "has_texts": bool(texts),
@@ -99,7 +103,9 @@ def write_report(
             try:
                 blocks = render_blocks(part.template, {**context, **part.context})
             except jinja2.TemplateError as error:
-                raise UserError(f"the template of {type(feature).__name__}.page: {first_line(error)}") from error
+                raise UserError(
+                    f"the template of {type(feature).__name__}.page: {first_line(error)}"
+                ) from error
             context["blocks"].append(blocks)
     context["links"] = {place: name for part in parts for place, name in part.links.items()}
     context["marked_texts"] = {place: text for part in parts for place, text in part.texts.items()}
@@ -116,7 +122,9 @@ def write_report_of_folder(folder: str | Path, options: argparse.Namespace | Non
             feature.add_options("report", parser)
         for name, default in vars(parser.parse_args([])).items():
             if getattr(options, name, default) != default:
-                raise UserError(f"{path} is written, without --{name}, which needs one run: name one in {folder}")
+                raise UserError(
+                    f"{path} is written, without --{name}, which needs one run: name one in {folder}"
+                )
         return Path(path)
     data = run_config(folder)["data"]
     last = last_evaluation(folder)
@@ -124,9 +132,15 @@ def write_report_of_folder(folder: str | Path, options: argparse.Namespace | Non
     has_texts = last.numbers and (prepared / last.split).is_dir()
     split = load_split(prepared, last.split) if has_texts else None
     if last.numbers and not split:
-        remedy = "`toolkit prepare` with the run's settings, or `toolkit evaluate`, makes them again"
-        logger.warning(f"{folder}: the page has no texts, as this machine's cache lacks them: {remedy}")
-    write_report(folder, last, split.texts() if split else [], options, split.groups() if split else None)
+        remedy = (
+            "`toolkit prepare` with the run's settings, or `toolkit evaluate`, makes them again"
+        )
+        logger.warning(
+            f"{folder}: the page has no texts, as this machine's cache lacks them: {remedy}"
+        )
+    write_report(
+        folder, last, split.texts() if split else [], options, split.groups() if split else None
+    )
     return folder / "report.html"
 
 
@@ -143,34 +157,49 @@ def _sample_context(
     lines = enumerate(record.predictions(folder))
     samples = record.of_last([read_sample(place, line, labels) for place, line in lines])
     if len(samples) != record.last.numbers.get("num_samples", 0):
-        logger.warning(f"{folder}/predictions.jsonl is not of the last evaluation: the report has no mistakes")
+        logger.warning(
+            f"{folder}/predictions.jsonl is not of the last evaluation: the report has no mistakes"
+        )
     wrong = [sample for sample in samples if sample.wrong]
     abstained = [sample for sample in samples if sample.abstained]
-    worst = heapq.nlargest(_MAX_MISTAKES, wrong, key=lambda s: math.inf if math.isnan(s.severity) else s.severity)
+    worst = heapq.nlargest(
+        _MAX_MISTAKES, wrong, key=lambda s: math.inf if math.isnan(s.severity) else s.severity
+    )
     context: dict[str, Any] = {
         "worst": [(sample, truncate(texts[sample.place]) if texts else "") for sample in worst],
         "num_samples": len(samples), "num_wrong": len(wrong), "num_abstained": len(abstained),
         "num_abstained_wrong": sum(sample.label != sample.prediction for sample in abstained), "scatter": None,
     }  # fmt: skip
     if labels.problem_type == "regression":  # each number of a row is a dot
-        true, predicted = (np.ravel([getattr(sample, name) for sample in samples]) for name in ("label", "prediction"))
+        true, predicted = (
+            np.ravel([getattr(sample, name) for sample in samples])
+            for name in ("label", "prediction")
+        )
         return context | {"scatter": curves.scatter(true, predicted)}
     if labels.problem_type == "single_label_classification":
         context["confusion"] = _confusion(samples, labels)
     answered = [sample for sample in samples if not sample.abstained]
-    groups = {name: [values[sample.place] for sample in answered] for name, values in groups.items()}
-    return context | {"slices": worst_slices(np.array([sample.wrong for sample in answered]), groups)}
+    groups = {
+        name: [values[sample.place] for sample in answered] for name, values in groups.items()
+    }
+    return context | {
+        "slices": worst_slices(np.array([sample.wrong for sample in answered]), groups)
+    }
 
 
 def read_sample(place: int, line: dict[str, Any], labels: Labels) -> Sample:
     """A line of `Record.predictions` -> `Sample`."""
     label, prediction = line["label"], line["prediction"]
     abstained = line.get("abstained", False)
-    sample = Sample(place, line["id"] + 1, label, prediction, label != prediction and not abstained, abstained)
+    sample = Sample(
+        place, line["id"] + 1, label, prediction, label != prediction and not abstained, abstained
+    )
     if labels.problem_type == "regression":
         sample.severity = float(np.abs(np.subtract(prediction, label)).mean())
     elif sample.wrong:
-        numbers = [math.nan if number is None else number for number in line["probabilities"]]  # null in the file
+        numbers = [
+            math.nan if number is None else number for number in line["probabilities"]
+        ]  # null in the file
         probabilities = dict(zip(labels.names, numbers, strict=True))
         single = labels.problem_type == "single_label_classification"
         true, guessed = ([label], [prediction]) if single else (label, prediction)
@@ -179,7 +208,9 @@ def read_sample(place: int, line: dict[str, Any], labels: Labels) -> Sample:
         if single:
             sample.severity = probabilities[prediction]
         else:  # binary cross entropy, mean over classes; probabilities have 6 digits
-            right = [number if name in label else 1 - number for name, number in probabilities.items()]
+            right = [
+                number if name in label else 1 - number for name, number in probabilities.items()
+            ]
             sample.severity = -sum(math.log(max(number, 5e-7)) for number in right) / len(right)
     return sample
 
@@ -189,7 +220,11 @@ def _confusion(samples: Sequence[Sample], labels: Labels) -> dict[str, Any]:
     counts = collections.Counter((sample.label, sample.prediction) for sample in samples)
     totals = collections.Counter(sample.label for sample in samples)
     has_matrix = labels.size <= _MAX_MATRIX_CLASSES
-    pairs = [(truth, guess, n, n / totals[truth]) for (truth, guess), n in counts.most_common() if truth != guess]
+    pairs = [
+        (truth, guess, n, n / totals[truth])
+        for (truth, guess), n in counts.most_common()
+        if truth != guess
+    ]
     max_pairs = _MAX_PAIRS if not has_matrix else 10 if labels.size > 8 else 0
     matrix = {"counts": counts if has_matrix else {}, "totals": totals}
     return {"names": labels.names, "pairs": pairs[:max_pairs], "num_pairs": len(pairs), **matrix}
@@ -212,7 +247,9 @@ def worst_slices(wrong: np.ndarray, groups: Mapping[str, Sequence[str]]) -> list
     `wrong`: (N,) bool; `groups`: column -> each row's value."""
     share, slices = float(wrong.mean()) if len(wrong) else 0.0, []
     for name, values in groups.items() if 0 < share < 1 else ():
-        for value, rows, slice_share in pd.Series(wrong).groupby(list(values)).agg(["size", "mean"]).itertuples():
+        for value, rows, slice_share in (
+            pd.Series(wrong).groupby(list(values)).agg(["size", "mean"]).itertuples()
+        ):
             if MIN_ROWS <= rows < len(wrong):
                 deviations = (slice_share - share) / math.sqrt(share * (1 - share) / rows)
                 slices.append(Slice(name, value, rows, slice_share, deviations))

@@ -34,7 +34,13 @@ from toolkit.training.steps import Schedule, StepMetrics
 from toolkit.utils.extras import install_command, is_installed
 from toolkit.utils.features import first, hooks
 
-TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")  # these are also the names of their packages
+TRACKERS = (
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "swanlab",
+    "trackio",
+)  # these are also the names of their packages
 _LOG_EVERY_SECONDS = 10.0
 _MAX_CLASSES = 20
 
@@ -42,12 +48,16 @@ _MAX_CLASSES = 20
 class RunLog:
     """Logs steps and evaluations to files, trackers and the terminal. All ranks call every method."""
 
-    def __init__(self, accelerator: Accelerator, files: RunFiles, total_steps: int, done: int) -> None:
+    def __init__(
+        self, accelerator: Accelerator, files: RunFiles, total_steps: int, done: int
+    ) -> None:
         """`done`: the step that the run resumes from."""
         self.accelerator, self.files, self.total, self.done = accelerator, files, total_steps, done
         self._started = self._printed = time.monotonic()
         hidden = None if files.writes else True  # None: without a terminal
-        self._bar = tqdm(total=total_steps, initial=done, unit="step", dynamic_ncols=True, disable=hidden)
+        self._bar = tqdm(
+            total=total_steps, initial=done, unit="step", dynamic_ncols=True, disable=hidden
+        )
         self._line: dict[str, Any] | None = None
         self._step = done
 
@@ -65,7 +75,9 @@ class RunLog:
         first_or_last = metrics.step in (self.done + 1, self.total)
         if self._bar.disable and (now - self._printed > _LOG_EVERY_SECONDS or first_or_last):
             self._printed = now
-            seconds = (now - self._started) / (metrics.step - self.done) * (self.total - metrics.step)
+            seconds = (
+                (now - self._started) / (metrics.step - self.done) * (self.total - metrics.step)
+            )
             line = f"step {metrics.step}/{self.total}  epoch {metrics.epoch:.2f}  {text.replace(',', ' ')}"
             launch.log_on_main(self.accelerator, f"{line}  {tqdm.format_interval(seconds)} left")
 
@@ -79,7 +91,9 @@ class RunLog:
         """Logs an evaluation of the weights after `step`, and writes its predictions."""
         self.files.append_evaluation(evaluation, step)
         self.files.write_predictions(evaluation)
-        numbers = {f"{evaluation.split}/{name}": value for name, value in evaluation.single_numbers.items()}
+        numbers = {
+            f"{evaluation.split}/{name}": value for name, value in evaluation.single_numbers.items()
+        }
         # W&B drops what comes at an earlier step than the last: the best model's evaluation of the test rows
         place = step if evaluation.split == "validation" else max(step, self._step)
         self._for_trackers(lambda tracker: tracker.log(numbers, step=place))
@@ -112,13 +126,19 @@ def class_lines(evaluation: Evaluation) -> list[str]:
     names = list(classes)
     if len(names) > _MAX_CLASSES:
         names = sorted(names, key=lambda name: classes[name]["f1"])[:_MAX_CLASSES]
-    lines = [f"  F1 {classes[name]['f1']:.4f}  {name} (of {classes[name]['support']})" for name in names]
+    lines = [
+        f"  F1 {classes[name]['f1']:.4f}  {name} (of {classes[name]['support']})" for name in names
+    ]
     if len(names) < len(classes):
         lines.append(f"  and {len(classes) - len(names)} classes with higher F1")
-    predicted = np.flatnonzero(np.sum(evaluation.numbers.get("confusion_matrix", np.eye(2)), axis=0))
+    predicted = np.flatnonzero(
+        np.sum(evaluation.numbers.get("confusion_matrix", np.eye(2)), axis=0)
+    )
     if len(predicted) == 1:
         remedy = "train longer (--num_train_epochs), with a higher --learning_rate, or with --class_weights balanced"
-        lines.append(f"  every row is predicted as {list(classes)[predicted[0]]}, nothing is learned yet: {remedy}")
+        lines.append(
+            f"  every row is predicted as {list(classes)[predicted[0]]}, nothing is learned yet: {remedy}"
+        )
     return lines
 
 
@@ -129,15 +149,24 @@ def tracker_names(report_to: str) -> list[str]:
     names = [name.strip() for name in report_to.split(",") if name.strip() not in ("", "none")]
     for name in names:
         if name not in TRACKERS:
-            raise UserError(f"--report_to {name}{did_you_mean(name, TRACKERS)}: choose {', '.join(TRACKERS)} or none")
+            raise UserError(
+                f"--report_to {name}{did_you_mean(name, TRACKERS)}: choose {', '.join(TRACKERS)} or none"
+            )
         if not is_installed(name):
             install = install_command(name) if name == "tensorboard" else f"pip install {name}"
-            raise UserError(f"--report_to {name} needs a package: {install}, or pass --report_to none")
+            raise UserError(
+                f"--report_to {name} needs a package: {install}, or pass --report_to none"
+            )
     return names
 
 
 def start_trackers(
-    accelerator: Accelerator, settings: TrainingSettings, folder: Path, project: str, config: dict[str, Any], step: int
+    accelerator: Accelerator,
+    settings: TrainingSettings,
+    folder: Path,
+    project: str,
+    config: dict[str, Any],
+    step: int,
 ) -> None:
     """Starts the trackers of `--report_to` on the main process, each in its folder within the run folder.
 
@@ -164,7 +193,9 @@ def start_trackers(
                 tracker.store_init_configuration(config)
         except Exception as error:
             why = f"{type(error).__name__}: {first_line(error)}"
-            raise UserError(f"--report_to {name} cannot start ({why}): fix that, or pass --report_to none") from error
+            raise UserError(
+                f"--report_to {name} cannot start ({why}): fix that, or pass --report_to none"
+            ) from error
         accelerator.trackers.append(tracker)
         launch.close_on_failure(partial(_mark_failed, accelerator.trackers))
 
@@ -187,20 +218,32 @@ def _mlflow_files(folder: str) -> str | None:
     if "MLFLOW_TRACKING_URI" in os.environ:
         return None
     Path(folder).mkdir(exist_ok=True)
-    importlib.import_module("mlflow").set_tracking_uri(f"sqlite:///{Path(folder).resolve()}/mlflow.db")
+    importlib.import_module("mlflow").set_tracking_uri(
+        f"sqlite:///{Path(folder).resolve()}/mlflow.db"
+    )
     return Path(folder).resolve().as_uri()
 
 
 class RunSummary:
     def __init__(
-        self, accelerator: Accelerator, settings: Any, data: Prepared, schedule: Schedule, folder: Path
+        self,
+        accelerator: Accelerator,
+        settings: Any,
+        data: Prepared,
+        schedule: Schedule,
+        folder: Path,
     ) -> None:
         self.accelerator, self.settings, self.data = accelerator, settings, data
         self.schedule, self.folder = schedule, folder
 
     def start_lines(self, model: Any) -> list[str]:
         """Data, model, world and schedule."""
-        accelerator, settings, data, schedule = self.accelerator, self.settings, self.data, self.schedule
+        accelerator, settings, data, schedule = (
+            self.accelerator,
+            self.settings,
+            self.data,
+            self.schedule,
+        )
         per_step = f"{settings.training.global_batch_size} samples per step"
         if schedule.accumulation > 1:
             per_step += f" (at most {schedule.accumulation} micro-batches on each process)"
@@ -236,7 +279,9 @@ class RunSummary:
         for name, value in settings.items():
             if value is not None:
                 place = words.index(f"--{name}") if f"--{name}" in words else len(words)
-                length = 2 if len(words) > place + 1 and not words[place + 1].startswith("--") else 1
+                length = (
+                    2 if len(words) > place + 1 and not words[place + 1].startswith("--") else 1
+                )
                 words[place : place + length] = [f"--{name}", str(value)]
         return shlex.join([runnable_command(words[0]), *words[1:]])
 
@@ -260,11 +305,19 @@ class RunSummary:
         write_report_of_folder(self.folder)
 
     def end_lines(
-        self, evaluation: Evaluation, comparison: Evaluation | None, seconds: float, feature_lines: Sequence[str]
+        self,
+        evaluation: Evaluation,
+        comparison: Evaluation | None,
+        seconds: float,
+        feature_lines: Sequence[str],
     ) -> list[str]:
         """The results, and the files that hold them."""
         folder, model_class = shlex.quote(str(self.folder)), architecture(self.folder / "model")
-        way = f"loads with {model_class}.from_pretrained" if model_class else "loads with the recipe's model only"
+        way = (
+            f"loads with {model_class}.from_pretrained"
+            if model_class
+            else "loads with the recipe's model only"
+        )
         compared = []
         if comparison is not None:
             length = self.settings.long.compare_max_length
@@ -295,11 +348,15 @@ class RunSummary:
 
     def _next_command(self) -> list[str]:
         """A feature's command, or after a demo the same launch on the user's data."""
-        command = first(hook(self.folder, self.settings) for hook in hooks("next_command", self.settings))
+        command = first(
+            hook(self.folder, self.settings) for hook in hooks("next_command", self.settings)
+        )
         from_demo = str(self.settings.data.dataset_name).startswith(demo.PREFIX)
         if command is None and from_demo and (again := self.command()):
             words, file = shlex.split(again), launch.launch_info()["config_file"]
-            words = words[: words.index(sys.argv[0]) + 1] + (["--config_file", file] if file else [])
+            words = words[: words.index(sys.argv[0]) + 1] + (
+                ["--config_file", file] if file else []
+            )
             command = f"{shlex.join(words)} --train_file YOUR_FILE.csv --model_name_or_path bert-base-chinese"
         return ["next:", f"  {command}"] if command else []
 

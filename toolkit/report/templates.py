@@ -25,7 +25,10 @@ def render_blocks(template: str | Path, context: Mapping[str, Any]) -> dict[str,
     """Renders each block of a feature's HTML template (a path or the text) -> its name and HTML."""
     text = template.read_text(encoding="utf-8") if isinstance(template, Path) else template
     loaded = _environment(True).from_string(text)
-    return {name: Markup("".join(block(loaded.new_context(dict(context))))) for name, block in loaded.blocks.items()}
+    return {
+        name: Markup("".join(block(loaded.new_context(dict(context)))))
+        for name, block in loaded.blocks.items()
+    }
 
 
 @functools.cache
@@ -68,7 +71,9 @@ def _breakable(name: Any) -> Markup:
 
 def _is_cjk(name: str) -> bool:
     """Chinese, Japanese and Korean column heads are set vertically, one character below the other."""
-    return re.fullmatch(r"[\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff00-\uff60]+", name) is not None
+    return (
+        re.fullmatch(r"[\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff00-\uff60]+", name) is not None
+    )
 
 
 def cell(value: object) -> str:

@@ -42,14 +42,18 @@ def optimizer_fault(accelerator: Accelerator, optimizer: torch.optim.Optimizer) 
     offloads = getattr(plugin, "offload_optimizer_device", None) == "cpu"
     device = torch.device("cpu") if offloads else accelerator.device
     stage = plugin.zero_stage if plugin else 0
-    if why := step_fault(optimizer, device, *([] if stage else [None])):  # accelerate passes a closure
+    if why := step_fault(
+        optimizer, device, *([] if stage else [None])
+    ):  # accelerate passes a closure
         return (
             f"{name} fails in `step()` or `load_state_dict()`: {why}. Use one that needs only the gradients of all "
             "parameters (--optimizer adamw, lion, muon or sgd)"
         )
     if stage and isinstance(optimizer, torch.optim.Adagrad):
         why = "DeepSpeed replaces an Adagrad, and drops its parameter groups"
-    elif (stage or accelerator.is_fsdp2) and not type(optimizer).__module__.startswith(_MADE_FOR_SHARDS):
+    elif (stage or accelerator.is_fsdp2) and not type(optimizer).__module__.startswith(
+        _MADE_FOR_SHARDS
+    ):
         why = shard_fault(optimizer, device, stage)
     if not why:
         return ""
@@ -72,34 +76,60 @@ def check_parameters(
     faults = Faults()
     if foreign := [each for key, each in parameters.items() if key not in names]:
         faults.add(f"the optimizer has {not_in_model(foreign)}")
-    if frozen := [names[key] for key, each in parameters.items() if key in names and not each.requires_grad]:
-        faults.add(f"the optimizer has parameters that are frozen: {listing(frozen, 4)}. {HOW_TO_FREEZE}")
-    if missing := [name for name, each in items if each.requires_grad and id(each) not in parameters]:
-        faults.add(f"the optimizer lacks parameters that require gradients: {listing(missing, 4)}. {HOW_TO_FREEZE}")
+    if frozen := [
+        names[key] for key, each in parameters.items() if key in names and not each.requires_grad
+    ]:
+        faults.add(
+            f"the optimizer has parameters that are frozen: {listing(frozen, 4)}. {HOW_TO_FREEZE}"
+        )
+    if missing := [
+        name for name, each in items if each.requires_grad and id(each) not in parameters
+    ]:
+        faults.add(
+            f"the optimizer lacks parameters that require gradients: {listing(missing, 4)}. {HOW_TO_FREEZE}"
+        )
     if low := low_precision_fault(model):
         faults.add(low)
     if any(group["lr"] is None for group in optimizer.param_groups):
         name = type(optimizer).__name__
-        faults.add(f"{name} has no learning rate: pass lr=training.learning_rate (and relative_step=False)")
+        faults.add(
+            f"{name} has no learning rate: pass lr=training.learning_rate (and relative_step=False)"
+        )
     if fault := hook_fault(accelerator, items):
         faults.add(fault)
     if accumulated := [name for name, each in items if each._post_accumulate_grad_hooks]:
         what = "hooks after each micro-batch, not each step"
-        faults.add(f"{listing(accumulated, 4)}: {what}: change gradients in the `step` of your optimizer")
+        faults.add(
+            f"{listing(accumulated, 4)}: {what}: change gradients in the `step` of your optimizer"
+        )
     if accelerator.is_fsdp2 and (scalars := [name for name, each in items if not each.dim()]):
-        faults.add(f"FSDP2 cannot shard parameters without a dimension: make {listing(scalars, 4)} of shape (1,)")
-    name, arguments, decay = settings.optimizer, settings.optimizer_args, settings.layerwise_lr_decay
+        faults.add(
+            f"FSDP2 cannot shard parameters without a dimension: make {listing(scalars, 4)} of shape (1,)"
+        )
+    name, arguments, decay = (
+        settings.optimizer,
+        settings.optimizer_args,
+        settings.layerwise_lr_decay,
+    )
     inner = (optimizer, *vars(optimizer).values())  # it may wrap another
-    if (name != "adamw" or arguments) and not any(isinstance(each, optimizer_class(name)) for each in inner):
+    if (name != "adamw" or arguments) and not any(
+        isinstance(each, optimizer_class(name)) for each in inner
+    ):
         setting = f"--optimizer {name}" + (f" --optimizer_args {arguments}" if arguments else "")
-        faults.add(f"{setting}: the recipe makes a {type(optimizer).__name__}: use make_optimizer, or leave it out")
+        faults.add(
+            f"{setting}: the recipe makes a {type(optimizer).__name__}: use make_optimizer, or leave it out"
+        )
     if decay not in (None, 1) and len({group["lr"] for group in optimizer.param_groups}) == 1:
         how = "make the groups by parameter_groups(..., layer_decay=...), or leave it out"
-        faults.add(f"--layerwise_lr_decay {decay}: all trained parameters have one learning rate: {how}")
+        faults.add(
+            f"--layerwise_lr_decay {decay}: all trained parameters have one learning rate: {how}"
+        )
     if every := settings.unfreeze_every:
         turns: set[Any] = {group.get(DISTANCE) for group in optimizer.param_groups}
         if None in turns:
-            faults.add(f"--unfreeze_every {every}: make the optimizer's groups by parameter_groups(..., gradual=True)")
+            faults.add(
+                f"--unfreeze_every {every}: make the optimizer's groups by parameter_groups(..., gradual=True)"
+            )
         elif never := sum(turn * every >= total_steps for turn in turns):
             line = f"--unfreeze_every {every}: {never} of {len(turns)} groups stay frozen for all {total_steps} steps"
             log_on_main(accelerator, line)
@@ -109,10 +139,20 @@ def check_parameters(
 
 def hook_fault(accelerator: Accelerator, parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
     """Names parameters with hooks that the strategy drops, or that clip gradients; empty if there are none."""
-    hooks = {name: (each, each._backward_hooks.values()) for name, each in parameters if each._backward_hooks}
+    hooks = {
+        name: (each, each._backward_hooks.values())
+        for name, each in parameters
+        if each._backward_hooks
+    }
     if hooks and accelerator.is_fsdp2:
-        return f"FSDP2 drops the hooks of parameters ({listing(hooks, 4)}): launch with ddp or ZeRO-2"
-    clipped = [name for name, (each, some) in hooks.items() if not all(map(partial(_is_linear, each), some))]
+        return (
+            f"FSDP2 drops the hooks of parameters ({listing(hooks, 4)}): launch with ddp or ZeRO-2"
+        )
+    clipped = [
+        name
+        for name, (each, some) in hooks.items()
+        if not all(map(partial(_is_linear, each), some))
+    ]
     return f"{listing(clipped, 4)}: {UNEVEN_HOOK}" if clipped else ""
 
 
@@ -131,7 +171,11 @@ def low_precision_fault(model: torch.nn.Module) -> str:
     trained = ((name, each.dtype) for name, each in model.named_parameters() if each.requires_grad)
     low = [name for name, dtype in trained if dtype in (torch.bfloat16, torch.float16)]
     how = "load the model with dtype=torch.float32, within `toolkit.whole_weights()`, and leave `.half()` out"
-    return f"{listing(low, 4)}: 16 bits lose small updates: {how} (use --mixed_precision)" if low else ""
+    return (
+        f"{listing(low, 4)}: 16 bits lose small updates: {how} (use --mixed_precision)"
+        if low
+        else ""
+    )
 
 
 _PREPARED = "_toolkit_prepared"
@@ -148,7 +192,9 @@ def parameters_of(model: Any) -> list[tuple[str, torch.Tensor]]:
     """(name, parameter) of each; of a prepared model without a search."""
     before, after = prepared(model)
     names = (name for name, _ in before)
-    return list(zip(names, after, strict=True)) if after else list(unwrapped(model).named_parameters())
+    return (
+        list(zip(names, after, strict=True)) if after else list(unwrapped(model).named_parameters())
+    )
 
 
 def refuse_early_prepare(accelerator: Any) -> None:
@@ -175,16 +221,26 @@ def refuse_early_prepare(accelerator: Any) -> None:
 def refuse_compiled(model: torch.nn.Module) -> None:
     """Raises UserError for a model, or a part of it, that a recipe has compiled."""
     parts, module = (vars(part) for part in model.modules()), unwrapped(model)
-    compiled = [part["forward"] for part in parts if hasattr(part.get("forward"), "_torchdynamo_orig_callable")]
+    compiled = [
+        part["forward"]
+        for part in parts
+        if hasattr(part.get("forward"), "_torchdynamo_orig_callable")
+    ]
     forwards = any(not getattr(forward, "_torchdynamo_disable", False) for forward in compiled)
-    if forwards or module._compiled_call_impl or any("_orig_mod." in name for name, _ in model.named_parameters()):
+    if (
+        forwards
+        or module._compiled_call_impl
+        or any("_orig_mod." in name for name, _ in model.named_parameters())
+    ):
         raise UserError(
             "torch.compile renames the model's weights, and a whole compiled forward can hang in shards of weights: "
             "leave it out, and pass --torch_compile true"
         )
 
 
-def check_scheduler(accelerator: Accelerator, optimizer: Any, scheduler: Any, settings: TrainingSettings) -> None:
+def check_scheduler(
+    accelerator: Accelerator, optimizer: Any, scheduler: Any, settings: TrainingSettings
+) -> None:
     """Logs a setting that a recipe's own schedule may ignore.
 
     Raises UserError unless `prepare` has returned the optimizer, and the scheduler counts its steps. The scheduler that
@@ -195,9 +251,15 @@ def check_scheduler(accelerator: Accelerator, optimizer: Any, scheduler: Any, se
             f"run.resume() takes the optimizer that `prepare` returned, not a {type(optimizer).__name__}: create it "
             "before `toolkit.prepare`, and pass it to that (docs/your-own-recipe.md, Another optimizer)"
         )
-    if isinstance(scheduler, AcceleratedScheduler) and scheduler.split_batches and scheduler.optimizers == [optimizer]:
+    if (
+        isinstance(scheduler, AcceleratedScheduler)
+        and scheduler.split_batches
+        and scheduler.optimizers == [optimizer]
+    ):
         if (name := settings.lr_scheduler_type) != "linear" and OF_SETTINGS not in vars(scheduler):
-            line = f"--lr_scheduler_type {name}: no effect, unless the schedule of the recipe reads it"
+            line = (
+                f"--lr_scheduler_type {name}: no effect, unless the schedule of the recipe reads it"
+            )
             log_on_main(accelerator, line)
         return
     schedule = getattr(scheduler, "scheduler", scheduler)

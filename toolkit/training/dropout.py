@@ -26,7 +26,9 @@ def install_fast_dropout() -> torch.library.Library:
     return library  # cached: the kernel is removed with this object
 
 
-def bernoulli(into: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> torch.Tensor:
+def bernoulli(
+    into: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None
+) -> torch.Tensor:
     """Fills a tensor with 1 with probability `p` (rounded to 2**-16) and else 0, in place, and returns it."""
     if not 0 <= p <= 1:
         raise RuntimeError(f"bernoulli_ expects p to be in [0, 1], but got p={p}")
@@ -36,6 +38,10 @@ def bernoulli(into: torch.Tensor, p: float = 0.5, *, generator: torch.Generator 
     if not 0 < below < _STEPS:
         return into.fill_(below > 0)
     for part in into.view(-1).split(_CHUNK):
-        drawn = draws[: -(-len(part) // 4)].random_(-(2**63), None, generator=generator).view(torch.int16)
+        drawn = (
+            draws[: -(-len(part) // 4)]
+            .random_(-(2**63), None, generator=generator)
+            .view(torch.int16)
+        )
         torch.lt(drawn[: len(part)], below - _STEPS // 2, out=part)
     return into

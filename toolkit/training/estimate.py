@@ -51,7 +51,11 @@ class Memory(NamedTuple):
 
 
 def count_activations(
-    model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], device: str, precision: str, autocast: bool
+    model: torch.nn.Module,
+    shapes: Mapping[str, tuple[int, ...]],
+    device: str,
+    precision: str,
+    autocast: bool,
 ) -> int:
     """Peak bytes of a micro-batch's activations, for inputs of these shapes, on a device of this type. The model on the
     CPU does not change. Without `autocast` the weights are in `precision`. Raises UserError for a model whose steps
@@ -60,11 +64,16 @@ def count_activations(
     from torch.distributed._tools.mem_tracker import MemTracker
 
     dtype, tracker = _DTYPES[precision], MemTracker()
-    with warnings.catch_warnings(action="ignore"), fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
+    with (
+        warnings.catch_warnings(action="ignore"),
+        fake_tensor.FakeTensorMode(allow_non_fake_inputs=True),
+    ):
         weights = {}
         for name, weight in (*model.named_parameters(), *model.named_buffers()):
             is_cast = weight.is_floating_point() and not autocast
-            weights[name] = torch.empty_like(weight, device=device, dtype=dtype if is_cast else weight.dtype)
+            weights[name] = torch.empty_like(
+                weight, device=device, dtype=dtype if is_cast else weight.dtype
+            )
             tracker.track_external(weights[name])
             if weight.requires_grad:  # gradients exist, as in the second micro-batch of a step
                 weights[name].requires_grad_().grad = gradient = torch.empty_like(weights[name])
@@ -73,32 +82,51 @@ def count_activations(
                 handles = require(tracker, "_param_to_grad_hook_handles", "torch")
                 handles[weights[name]] = (RemovableHandle(OrderedDict()),) * 2
         before = _total(tracker, "current")
-        inputs = {name: torch.ones(shape, dtype=torch.long, device=device) for name, shape in shapes.items()}
+        inputs = {
+            name: torch.ones(shape, dtype=torch.long, device=device)
+            for name, shape in shapes.items()
+        }
         options = {"use_cache": False} if "decoder_input_ids" in inputs else {}
         with tracker, torch.autocast(device, dtype, enabled=autocast and precision != "no"):
             try:
-                logits = torch.func.functional_call(model.train(), weights, kwargs={**inputs, **options}).logits
-            except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as error:
+                logits = torch.func.functional_call(
+                    model.train(), weights, kwargs={**inputs, **options}
+                ).logits
+            except (
+                fake_tensor.DataDependentOutputException,
+                fake_tensor.DynamicOutputShapeException,
+            ) as error:
                 why = "cannot be estimated, as what it computes depends on the texts"
                 remedy = "pass --per_device_batch_size as a number, and see peak_memory_bytes in a run's metrics.jsonl"
                 raise UserError(f"the memory of {type(model).__name__} {why}: {remedy}") from error
             classes = logits.float().flatten(0, -2)  # (B, C), of sequences (B T, V)
-            torch.nn.functional.cross_entropy(classes, torch.zeros_like(classes[:, 0], dtype=torch.long)).backward()
-        return _total(tracker, "peak") - before + (_mask_bytes(model, shapes, dtype) if device == "cuda" else 0)
+            torch.nn.functional.cross_entropy(
+                classes, torch.zeros_like(classes[:, 0], dtype=torch.long)
+            ).backward()
+        return (
+            _total(tracker, "peak")
+            - before
+            + (_mask_bytes(model, shapes, dtype) if device == "cuda" else 0)
+        )
 
 
 def _mask_bytes(model: Any, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
     """Bytes of the padding mask (B, 1, S, S), which SDPA on a GPU casts to `dtype` in each layer, for backward too.
     The model above runs without one."""
     samples, length = shapes["input_ids"]
-    if samples == 1 or getattr(getattr(model, "config", None), "_attn_implementation", "") != "sdpa":
+    if (
+        samples == 1
+        or getattr(getattr(model, "config", None), "_attn_implementation", "") != "sdpa"
+    ):
         return 0
     recomputes = any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
     return (1 if recomputes else len(outer_layers(model))) * samples * length**2 * dtype.itemsize
 
 
 def _total(tracker: Any, moment: str) -> int:
-    return sum(bytes_by_kind["Total"] for bytes_by_kind in tracker.get_tracker_snapshot(moment).values())
+    return sum(
+        bytes_by_kind["Total"] for bytes_by_kind in tracker.get_tracker_snapshot(moment).values()
+    )
 
 
 def uses_autocast(strategy: str, settings: TrainingSettings) -> bool:
@@ -113,38 +141,74 @@ def memory_of(
     """A step's memory on each process. `zero`: the section `zero_optimization` of the DeepSpeed config."""
     total = sum(weight.numel() for weight in model.parameters())
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    moments = _STATE_BYTES.get(settings.optimizer.lower(), 8) + (0 if settings.ema_decay is None else 4)
+    moments = _STATE_BYTES.get(settings.optimizer.lower(), 8) + (
+        0 if settings.ema_decay is None else 4
+    )
     per_device = settings.per_device_batch_size
     splits = per_device != "auto" and per_device * processes < settings.global_batch_size
     accumulates = splits or settings.max_tokens_per_batch is not None
-    accumulated = 4 * trained if accumulates and not settings.sync_each_batch else 0  # gradients reduced once a step
-    if strategy in ("single", "ddp"):  # DDP's gradients are views of its buckets, except accumulated ones
-        return Memory(4 * total, 4 * trained, moments * trained, accumulated * (strategy == "ddp"), activations)
+    accumulated = (
+        4 * trained if accumulates and not settings.sync_each_batch else 0
+    )  # gradients reduced once a step
+    if strategy in (
+        "single",
+        "ddp",
+    ):  # DDP's gradients are views of its buckets, except accumulated ones
+        return Memory(
+            4 * total,
+            4 * trained,
+            moments * trained,
+            accumulated * (strategy == "ddp"),
+            activations,
+        )
     autocast, shard = uses_autocast(strategy, settings), trained / processes
     size = 4 if autocast else _DTYPES[precision].itemsize
     if strategy == "fsdp2":
-        layers = [sum(weight.numel() for weight in layer.parameters()) for layer in outer_layers(model)]
-        gathered = total - sum(layers) + 2 * max(layers, default=0)  # outside the layers, and two layers
-        unsharded = 0 if settings.sync_each_batch in (None, True) else 4 * trained  # until the last micro-batch
-        return Memory(4 * total / processes, 4 * shard + unsharded, moments * shard, 2 * size * gathered, activations)
+        layers = [
+            sum(weight.numel() for weight in layer.parameters()) for layer in outer_layers(model)
+        ]
+        gathered = (
+            total - sum(layers) + 2 * max(layers, default=0)
+        )  # outside the layers, and two layers
+        unsharded = (
+            0 if settings.sync_each_batch in (None, True) else 4 * trained
+        )  # until the last micro-batch
+        return Memory(
+            4 * total / processes,
+            4 * shard + unsharded,
+            moments * shard,
+            2 * size * gathered,
+            activations,
+        )
     unsharded = accumulated if autocast else 0  # see `coalesce_reductions`
     offloaded = strategy.endswith("offload")
-    resident = 0 if offloaded and device != "cpu" else 1  # fraction of offloadable state on the device
+    resident = (
+        0 if offloaded and device != "cpu" else 1
+    )  # fraction of offloadable state on the device
     if strategy.startswith("zero3"):
         # weights stay gathered from forward to backward if they are reused within this many parameters
         gathered = total if 2 * total <= float(zero.get("stage3_max_reuse_distance", 1e9)) else 0
         masters = 0 if autocast and not offloaded else 4  # fp32 weights are the masters
-        weight, state = resident * size / processes, resident * (masters + moments) * shard  # of one weight, of all
-        return Memory(weight * total, weight * trained + unsharded, state, size * gathered, activations)
+        weight, state = (
+            resident * size / processes,
+            resident * (masters + moments) * shard,
+        )  # of one weight, of all
+        return Memory(
+            weight * total, weight * trained + unsharded, state, size * gathered, activations
+        )
     bucket = float(zero.get("reduce_bucket_size", 5e8))
-    buckets = bucket * (1 + bool(zero.get("overlap_comm"))) + min(bucket, trained)  # and a copy to reduce
+    buckets = bucket * (1 + bool(zero.get("overlap_comm"))) + min(
+        bucket, trained
+    )  # and a copy to reduce
     if strategy == "zero1":
         gradients: float = size * trained
     elif offloaded:
         gradients = resident * 4 * shard + unsharded
     else:  # shards are views of unsharded gradients; or else accumulated shards and those of a micro-batch
         gradients = unsharded or size * shard * (1 + accumulates)
-    return Memory(size * total, gradients, resident * (4 + moments) * shard, size * buckets, activations)
+    return Memory(
+        size * total, gradients, resident * (4 + moments) * shard, size * buckets, activations
+    )
 
 
 def micro_batch_size(settings: TrainingSettings, size: int, length: int) -> int:
@@ -157,7 +221,14 @@ def strategy_of(accelerator: Accelerator) -> tuple[str, dict[str, Any]]:
     """(one of STRATEGIES, `zero_optimization` of the DeepSpeed config)."""
     plugin = accelerator.state.deepspeed_plugin
     if plugin is None:
-        return "fsdp2" if accelerator.is_fsdp2 else "ddp" if accelerator.num_processes > 1 else "single", {}
+        return (
+            "fsdp2"
+            if accelerator.is_fsdp2
+            else "ddp"
+            if accelerator.num_processes > 1
+            else "single",
+            {},
+        )
     zero = plugin.deepspeed_config["zero_optimization"]
     sections = (zero.get(f"offload_{what}") or {} for what in ("optimizer", "param"))  # null: none
     offloads = any(section.get("device") not in (None, "none") for section in sections)
@@ -166,7 +237,11 @@ def strategy_of(accelerator: Accelerator) -> tuple[str, dict[str, Any]]:
 
 
 def fit_batch_size(
-    accelerator: Accelerator, model: torch.nn.Module, train: Split, tokenizer: Any, settings: Settings
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    train: Split,
+    tokenizer: Any,
+    settings: Settings,
 ) -> Settings:
     """Replaces `--per_device_batch_size auto` by the largest micro-batch of the longest texts that fits all ranks. Call
     this before `accelerator.prepare`. Raises UserError if not even one text fits."""
@@ -181,15 +256,34 @@ def fit_batch_size(
 
     def fits(size: int) -> bool:
         inputs = collate(by_length[: micro_batch_size(settings, size, longest)]).inputs
-        shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items() if "mask" not in name}
-        activations = count_activations(model, shapes, device, precision, uses_autocast(strategy, settings))
+        shapes = {
+            name: tuple(tensor.shape) for name, tensor in inputs.items() if "mask" not in name
+        }
+        activations = count_activations(
+            model, shapes, device, precision, uses_autocast(strategy, settings)
+        )
         sized = replace(settings, per_device_batch_size=size)
-        step = (strategy, accelerator.num_processes, model, sized, zero, precision, activations, device)
+        step = (
+            strategy,
+            accelerator.num_processes,
+            model,
+            sized,
+            zero,
+            precision,
+            activations,
+            device,
+        )
         return sum(memory_of(*step)) <= usable
 
-    sizes = sorted({-(-most // parts) for parts in range(1, most + 1)})  # each divides the rank's samples evenly
+    sizes = sorted(
+        {-(-most // parts) for parts in range(1, most + 1)}
+    )  # each divides the rank's samples evenly
     # the largest needs no accumulation, and may take less memory than smaller ones
-    count = len(sizes) if fits(most) else bisect.bisect_left(sizes[:-1], True, key=lambda size: not fits(size))
+    count = (
+        len(sizes)
+        if fits(most)
+        else bisect.bisect_left(sizes[:-1], True, key=lambda size: not fits(size))
+    )
     count = min(gather_object([count]))
     if count == 0:
         raise UserError(

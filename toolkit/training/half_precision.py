@@ -18,7 +18,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, convert_outputs_to_fp32
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    convert_outputs_to_fp32,
+)
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -31,13 +35,17 @@ from toolkit.launch.precision import autocast, enabled_in_deepspeed_config
 from toolkit.utils.compat import require
 
 
-def choose_precision(accelerator: Accelerator, model: torch.nn.Module, settings: TrainingSettings) -> None:
+def choose_precision(
+    accelerator: Accelerator, model: torch.nn.Module, settings: TrainingSettings
+) -> None:
     """Makes the next `accelerator.prepare` shard a model that computes in this run's precision. Raises UserError if
     DeepSpeed does not support weights in fp16."""
     half, zero = settings.half_precision_weights, accelerator.state.deepspeed_plugin
     if half and (accelerator.mixed_precision == "no" or not (zero or accelerator.is_fsdp2)):
         why = "in an fp32 run" if zero or accelerator.is_fsdp2 else "without ZeRO or FSDP2"
-        log_on_main(accelerator, f"half_precision_weights: {why} weights and reductions stay in fp32")
+        log_on_main(
+            accelerator, f"half_precision_weights: {why} weights and reductions stay in fp32"
+        )
     if accelerator.mixed_precision == "no":
         return
     if zero:
@@ -61,7 +69,9 @@ def choose_reduction(accelerator: Accelerator, settings: TrainingSettings) -> st
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         policy = accelerator.state.fsdp_plugin.mixed_precision_policy or MixedPrecisionPolicy()
-        accelerator.state.fsdp_plugin.mixed_precision_policy = replace(policy, reduce_dtype=DTYPES[name])
+        accelerator.state.fsdp_plugin.mixed_precision_policy = replace(
+            policy, reduce_dtype=DTYPES[name]
+        )
     elif accelerator.state.deepspeed_plugin is None:
         options = {**vars(accelerator.ddp_handler), "comm_hook": DDPCommunicationHookType(name)}
         accelerator.ddp_handler = _HalfPrecisionReduction(**options)
@@ -86,7 +96,9 @@ def _refuse_unsupported_fp16() -> None:
         )
 
 
-def _wrap_next_prepare(accelerator: Accelerator, model: torch.nn.Module, context: Callable[..., Any]) -> None:
+def _wrap_next_prepare(
+    accelerator: Accelerator, model: torch.nn.Module, context: Callable[..., Any]
+) -> None:
     prepare = accelerator.prepare
 
     def prepare_wrapped(*objects: Any, **options: Any) -> Any:
@@ -123,10 +135,15 @@ def _prepare_in_fp32(accelerator: Accelerator, model: torch.nn.Module) -> Iterat
         for name in ("loss_scaler", "dynamic_loss_scale"):
             require(engine.optimizer, name, "deepspeed")
         engine.optimizer.loss_scaler = scaler = CreateLossScaler(
-            torch.float16, engine.loss_scale(), engine.dynamic_loss_scale(), engine.dynamic_loss_scale_args()
+            torch.float16,
+            engine.loss_scale(),
+            engine.dynamic_loss_scale(),
+            engine.dynamic_loss_scale_args(),
         )
         engine.optimizer.dynamic_loss_scale = scaler.dynamic
-        scaler.raise_error_at_min_scale = False  # `Step.refuse_non_finite` reports too many skipped steps
+        scaler.raise_error_at_min_scale = (
+            False  # `Step.refuse_non_finite` reports too many skipped steps
+        )
         _raise_scale_after_step(engine.optimizer)
 
 
@@ -144,7 +161,9 @@ def _raise_scale_after_step(optimizer: Any) -> None:
     optimizer.step = step
 
 
-def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _linear(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     output = torch.ops.aten.linear(input, weight, bias)
     # a view that a custom Function returns may not be modified in place, as Longformer does
     return torch.ops.aten._unsafe_view(output, output.shape)
@@ -164,7 +183,9 @@ def _restore_masters(accelerator: Accelerator, model: torch.nn.Module) -> Iterat
     yield
     for fragment in live_state(accelerator, accelerator.deepspeed_engine_wrapped.engine).weights():
         if (weight := weights.get(fragment.name)) is not None:
-            fragment.values.copy_(weight.reshape(-1)[fragment.start : fragment.start + fragment.values.numel()])
+            fragment.values.copy_(
+                weight.reshape(-1)[fragment.start : fragment.start + fragment.values.numel()]
+            )
     if accelerator.mixed_precision == "fp16":
         _raise_scale_after_step(accelerator.deepspeed_engine_wrapped.engine.optimizer)
 
@@ -175,7 +196,9 @@ _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis
 def keep_scale_with_gradients(accelerator: Accelerator) -> None:
     """Creates fp16's loss scale on the CPU if FSDP2 has gradients there: torch would copy it for each check for
     infinities, and read it before the copy is done."""
-    if accelerator.is_fsdp2 and isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
+    if accelerator.is_fsdp2 and isinstance(
+        accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy
+    ):
         accelerator.scaler.scale(torch.ones(()))
 
 
@@ -198,7 +221,10 @@ def set_scaler(accelerator: Accelerator, optimizer: Any, state: Mapping[str, Any
     if scaler is not None:
         vars(scaler).update({name: state[name] for name in _SCALER_FIELDS if name in state})
     elif accelerator.scaler is not None:
-        saved = state.get("torch") or {**accelerator.scaler.state_dict(), "scale": state["cur_scale"]}
+        saved = state.get("torch") or {
+            **accelerator.scaler.state_dict(),
+            "scale": state["cur_scale"],
+        }
         accelerator.scaler.load_state_dict(saved)
 
 

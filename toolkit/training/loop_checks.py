@@ -86,7 +86,11 @@ class LoopChecks:
         """Within this context `accelerator.backward` and a step's `accelerator.gather` are checked; clipping
         a step's gradients again does not remove fp16's loss scale again, which torch refuses."""
         accelerator: Any = self.accelerator
-        backward, unscale, gather = accelerator.backward, accelerator.unscale_gradients, accelerator.gather
+        backward, unscale, gather = (
+            accelerator.backward,
+            accelerator.unscale_gradients,
+            accelerator.gather,
+        )
 
         def checked_backward(loss: torch.Tensor, **options: Any) -> None:
             self._check_backward(loss)
@@ -101,9 +105,13 @@ class LoopChecks:
         def unscale_once(optimizer: Any = None) -> None:
             if not self._unscaled:
                 if self.stepped:
-                    raise UserError(f"step {self._step}: call `accelerator.clip_grad_norm_` before `optimizer.step()`")
+                    raise UserError(
+                        f"step {self._step}: call `accelerator.clip_grad_norm_` before `optimizer.step()`"
+                    )
                 self._refuse_backwards(self._micro_batches)
-                if self._gradients and self._gradients != _checksums(_gradients_of(unwrapped(self._model))):
+                if self._gradients and self._gradients != _checksums(
+                    _gradients_of(unwrapped(self._model))
+                ):
                     raise UserError(
                         f"step {self._step}: gradients were changed before fp16's loss scale was removed: call "
                         "`accelerator.clip_grad_norm_` first, or pass --mixed_precision bf16"
@@ -113,7 +121,9 @@ class LoopChecks:
 
         def checked_gather(tensor: Any) -> Any:
             if self._micro_batches and accelerator.num_processes > 1:
-                shapes = gather_object([[tuple(each.shape) for each in tree_leaves(tensor) if torch.is_tensor(each)]])
+                shapes = gather_object(
+                    [[tuple(each.shape) for each in tree_leaves(tensor) if torch.is_tensor(each)]]
+                )
                 if any(each != shapes[0] for each in shapes):
                     raise UserError(
                         f"step {self._step}: accelerator.gather got different shapes in different processes: "
@@ -122,7 +132,9 @@ class LoopChecks:
             return gather(tensor)
 
         def refuse_accumulate(*_: Any) -> None:
-            raise UserError(f"step {self._step}: leave out `accelerator.accumulate`: `step.micro_batches` accumulates")
+            raise UserError(
+                f"step {self._step}: leave out `accelerator.accumulate`: `step.micro_batches` accumulates"
+            )
 
         before = backward, unscale, gather, accelerator.accumulate
         checked = checked_backward, unscale_once, checked_gather, refuse_accumulate
@@ -143,7 +155,10 @@ class LoopChecks:
             if self.accelerator.sync_gradients:
                 if self.stepped:
                     raise UserError(f"step {self._step}: call `optimizer.step()` once in each step")
-                if self.accelerator.state.deepspeed_plugin and self._rates != self._learning_rates():
+                if (
+                    self.accelerator.state.deepspeed_plugin
+                    and self._rates != self._learning_rates()
+                ):
                     raise UserError(
                         f"step {self._step}: DeepSpeed has stepped when `accelerator.backward` returns: change "
                         "learning rates before `step.micro_batches` or after `optimizer.step()`"
@@ -155,7 +170,9 @@ class LoopChecks:
             finally:
                 self._in_step = False
 
-        optimizer.step = MethodType(checked_step, optimizer)  # a scheduler of torch takes its __func__
+        optimizer.step = MethodType(
+            checked_step, optimizer
+        )  # a scheduler of torch takes its __func__
 
     def begin_step(self, number: int, model: torch.nn.Module, accumulates: bool) -> None:
         """`accumulates`: whether each micro-batch adds to the parameters' `grad`."""
@@ -167,7 +184,9 @@ class LoopChecks:
                 raise UserError(fault)
             self._dtypes = {each.dtype for _, each in checks.parameters_of(model)}
         if not unwrapped(model).training:
-            raise UserError(f"step {number} begins without dropout: call `model.train()` in each step, or --dropout 0")
+            raise UserError(
+                f"step {number} begins without dropout: call `model.train()` in each step, or --dropout 0"
+            )
         if number == self._step and self.accelerator.state.deepspeed_plugin:
             raise UserError(
                 f"step {number}: under DeepSpeed the optimizer steps with the last `accelerator.backward` of "
@@ -184,7 +203,9 @@ class LoopChecks:
             return
         parameters = prepared(model)[1] or model.parameters()  # without a search in each step
         if any(each.grad is not None and bool(each.grad.any()) for each in parameters):
-            raise UserError(f"step {number} begins with old gradients: call `optimizer.zero_grad()` in each step")
+            raise UserError(
+                f"step {number} begins with old gradients: call `optimizer.zero_grad()` in each step"
+            )
         self._accumulates = model if accumulates else None
 
     def remember_weights(self, model: torch.nn.Module) -> None:
@@ -198,7 +219,9 @@ class LoopChecks:
         if not half and (fault := checks.low_precision_fault(model)):
             raise UserError(fault)
         weights = _checksums(_trained(model)) if self._weights else {}
-        if changed := [name for name, checksum in self._weights.items() if weights.get(name) != checksum]:
+        if changed := [
+            name for name, checksum in self._weights.items() if weights.get(name) != checksum
+        ]:
             raise UserError(
                 f"{listing(changed, 4)}: DeepSpeed trains copies of the weights passed to `prepare`: change weights "
                 "before `prepare`, or launch with ddp"
@@ -210,7 +233,9 @@ class LoopChecks:
         self._after_backward.close()
         if self.accelerator.is_fsdp2:
             self._after_backward.enter_context(RefuseLocalNumbers())
-            self._after_backward.callback(register_optimizer_step_pre_hook(refuse_stale_parameters).remove)
+            self._after_backward.callback(
+                register_optimizer_step_pre_hook(refuse_stale_parameters).remove
+            )
         elif self.accelerator.state.deepspeed_plugin:
             self._after_backward.enter_context(refuse_shards(model, REMEDY_IN_OPTIMIZER))
             self._after_backward.enter_context(RefuseChanges(model))
@@ -231,7 +256,9 @@ class LoopChecks:
         dtypes = {each.dtype for _, each in checks.parameters_of(model)}
         if self._dtypes and dtypes != self._dtypes:
             types = f"{listing(map(str, dtypes), 4)}, not {listing(map(str, self._dtypes), 4)}"
-            raise UserError(f"`evaluate` changes the weights' type ({types}), and rounds them: pass --mixed_precision")
+            raise UserError(
+                f"`evaluate` changes the weights' type ({types}), and rounds them: pass --mixed_precision"
+            )
 
     @contextlib.contextmanager
     def micro_batch(self, model: torch.nn.Module) -> Iterator[None]:
@@ -239,7 +266,9 @@ class LoopChecks:
         with self._in_forward:
             if self._first is None:
                 self._first, self._unchecked = self._step, model
-                self._buffers = {name: each.clone() for name, each in floating_buffers(unwrapped(model))}
+                self._buffers = {
+                    name: each.clone() for name, each in floating_buffers(unwrapped(model))
+                }
                 count = model.register_forward_pre_hook(lambda *_: self._forwards.append(None))
                 self._in_forward.enter_context(count)
                 self._in_forward.enter_context(check_hooks(model))
@@ -252,16 +281,26 @@ class LoopChecks:
 
     def _remember_outputs(self, _: Any, __: Any, outputs: Any) -> None:
         places = enumerate(tree_leaves(outputs))
-        self._outputs |= {each.grad_fn: place for place, each in places if torch.is_tensor(each) and each.requires_grad}
+        self._outputs |= {
+            each.grad_fn: place
+            for place, each in places
+            if torch.is_tensor(each) and each.requires_grad
+        }
 
     def check_losses(self, losses: torch.Tensor) -> None:
         """Checks a micro-batch's losses (B,); called by `Step.mean`."""
         if losses.dtype in (torch.bfloat16, torch.float16):
-            raise UserError(f"step.mean() got losses in {losses.dtype}: compute them in fp32, from `logits.float()`")
+            raise UserError(
+                f"step.mean() got losses in {losses.dtype}: compute them in fp32, from `logits.float()`"
+            )
         if not losses.requires_grad:
-            raise UserError("step.mean() got losses without gradients: leave out `torch.no_grad()` and `.detach()`")
+            raise UserError(
+                "step.mean() got losses without gradients: leave out `torch.no_grad()` and `.detach()`"
+            )
         self._refuse_means(self._micro_batches - 1)
-        model = self._accumulates if self._means else None  # `bool` of a compiled model takes its length
+        model = (
+            self._accumulates if self._means else None
+        )  # `bool` of a compiled model takes its length
         # after a forward pass FSDP2's root has unsharded parameters, without gradients: take those of the first step
         sharded = prepared(model)[1] if model is not None else []
         if model is not None and all(each.grad is None for each in sharded or model.parameters()):
@@ -276,18 +315,29 @@ class LoopChecks:
         uses |= {id(leaf) for leaf in leaves if isinstance(leaf, torch.nn.Parameter)}
         self._outputs.clear()  # it would keep the graph
         if self._unchecked is None:
-            if not uses >= self._uses:  # the model's layers may still use all: search the whole graph
+            if (
+                not uses >= self._uses
+            ):  # the model's layers may still use all: search the whole graph
                 refuse_foreign_parameters(self._model, losses, uses_all=True)
             return
         self._uses = uses
         # DDP and shards would average gradients of different parameters, or none
-        refuse_foreign_parameters(self._unchecked, losses, uses_all=self.accelerator.num_processes > 1)
+        refuse_foreign_parameters(
+            self._unchecked, losses, uses_all=self.accelerator.num_processes > 1
+        )
         self._unchecked = None
         check_functions(losses)
         buffers, before = floating_buffers(unwrapped(self._model)), self._buffers
-        if changed := [name for name, each in buffers if name in before and not torch.equal(each, before.pop(name))]:
+        if changed := [
+            name
+            for name, each in buffers
+            if name in before and not torch.equal(each, before.pop(name))
+        ]:
             why = "results depend on --per_device_batch_size and on the number of processes"
-            log_on_main(self.accelerator, f"{listing(changed, 4)}: buffers that each micro-batch changes: {why}")
+            log_on_main(
+                self.accelerator,
+                f"{listing(changed, 4)}: buffers that each micro-batch changes: {why}",
+            )
         if not self._forwards:
             raise UserError(
                 "call the model that `prepare` returned, not a part of it or `toolkit.unwrapped(model)`: gradients of "
@@ -321,7 +371,11 @@ class LoopChecks:
 
     def _refuse_means(self, expected: int) -> None:
         if self._means != expected:
-            times = "a second time" if self._means > expected else f"in {self._means} of {expected} micro-batches"
+            times = (
+                "a second time"
+                if self._means > expected
+                else f"in {self._means} of {expected} micro-batches"
+            )
             raise UserError(
                 f"step {self._step}: step.mean() was called {times}: call it once in each micro-batch, with the sum of "
                 "all losses (B,): `accelerator.backward(step.mean(losses))`"
@@ -350,13 +404,26 @@ def refuse_changes(model: Any, first: bool = False) -> None:
             )
     if before and first:
         reshard(module)  # FSDP2, after an evaluation
-        names, known = {id(each): name for name, each in module.named_parameters()}, set(map(id, parameters))
-        lost = [name for (name, _), each in zip(before, parameters, strict=False) if id(each) not in names]
+        names, known = (
+            {id(each): name for name, each in module.named_parameters()},
+            set(map(id, parameters)),
+        )
+        lost = [
+            name
+            for (name, _), each in zip(before, parameters, strict=False)
+            if id(each) not in names
+        ]
         if changed := [name for key, name in names.items() if key not in known] or lost:
-            raise UserError(f"add, replace or tie parameters before the optimizer and `prepare`: {listing(changed, 4)}")
+            raise UserError(
+                f"add, replace or tie parameters before the optimizer and `prepare`: {listing(changed, 4)}"
+            )
     pairs = zip(before, parameters, strict=False)
-    if changed := [name for (name, trained), parameter in pairs if parameter.requires_grad is not trained]:
-        raise UserError(f"requires_grad has changed since `prepare`: {listing(changed, 4)}. {HOW_TO_FREEZE}")
+    if changed := [
+        name for (name, trained), parameter in pairs if parameter.requires_grad is not trained
+    ]:
+        raise UserError(
+            f"requires_grad has changed since `prepare`: {listing(changed, 4)}. {HOW_TO_FREEZE}"
+        )
 
 
 def _trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -374,17 +441,30 @@ def _checksums(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[i
     for name, each in tensors:
         part = getattr(each, "ds_tensor", each).detach()
         part = part.to_local() if isinstance(part, DTensor) else part
-        checksums[name] = each._version, torch.hash_tensor(part).view(torch.int64).item() if part.numel() else 0
+        checksums[name] = (
+            each._version,
+            torch.hash_tensor(part).view(torch.int64).item() if part.numel() else 0,
+        )
     return checksums
 
 
 def refuse_different_weights(model: torch.nn.Module) -> None:
     """Raises UserError if processes would give FSDP2 shards of different weights: DDP and ZeRO take rank 0's."""
-    parameters = ((name, each.detach()) for name, each in model.named_parameters() if not each.is_meta)
-    weights = {name: each.flatten()[:4].view(torch.uint8).tolist() for name, each in parameters}  # nan equals nan
+    parameters = (
+        (name, each.detach()) for name, each in model.named_parameters() if not each.is_meta
+    )
+    weights = {
+        name: each.flatten()[:4].view(torch.uint8).tolist() for name, each in parameters
+    }  # nan equals nan
     ranks = gather_object([weights])
-    if names := [name for name in weights if any(rank.get(name, weights[name]) != weights[name] for rank in ranks)]:
-        raise UserError(f"{listing(names, 4)}: not equal in all processes: initialize weights with one seed")
+    if names := [
+        name
+        for name in weights
+        if any(rank.get(name, weights[name]) != weights[name] for rank in ranks)
+    ]:
+        raise UserError(
+            f"{listing(names, 4)}: not equal in all processes: initialize weights with one seed"
+        )
 
 
 def refuse_foreign_parameters(model: Any, losses: torch.Tensor, uses_all: bool = False) -> None:
@@ -398,7 +478,11 @@ def refuse_foreign_parameters(model: Any, losses: torch.Tensor, uses_all: bool =
                 copies = (each for each in group.fsdp_params if hasattr(each, "_unsharded_param"))
                 names |= {id(each._unsharded_param): each._param_fqn for each in copies}
     nodes = autograd_nodes(losses)
-    leaves = [each.variable for each in nodes if isinstance(getattr(each, "variable", None), torch.nn.Parameter)]
+    leaves = [
+        each.variable
+        for each in nodes
+        if isinstance(getattr(each, "variable", None), torch.nn.Parameter)
+    ]
     if foreign := [leaf for leaf in leaves if id(leaf) not in names]:
         raise UserError(f"the loss has {not_in_model(foreign)}")
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]

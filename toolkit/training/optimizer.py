@@ -39,7 +39,11 @@ class Lion(torch.optim.Optimizer):
     by the sign of a momentum, one moment per weight, where AdamW has two. Weight decay is decoupled."""
 
     def __init__(
-        self, params: Iterable[Any], lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
@@ -53,7 +57,10 @@ class Lion(torch.optim.Optimizer):
                     self.state[each]["exp_avg"] = torch.zeros_like(each)
             for start in range(0, len(trained), _AT_ONCE):
                 some = trained[start : start + _AT_ONCE]
-                moments, grads = [self.state[each]["exp_avg"] for each in some], [each.grad for each in some]
+                moments, grads = (
+                    [self.state[each]["exp_avg"] for each in some],
+                    [each.grad for each in some],
+                )
                 directions = torch._foreach_lerp(moments, grads, 1 - beta1)
                 torch._foreach_sign_(directions)
                 torch._foreach_mul_(some, 1 - group["lr"] * group["weight_decay"])
@@ -80,20 +87,27 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         """`params`: parameter groups; Muon trains those whose `HIDDEN` is true."""
         groups = list(params)
-        hidden, rest = ([group for group in groups if group.get(HIDDEN, False) is kind] for kind in (True, False))
+        hidden, rest = (
+            [group for group in groups if group.get(HIDDEN, False) is kind]
+            for kind in (True, False)
+        )
         self._muon = torch.optim.Muon(
             hidden or [{"params": []}], lr, weight_decay, momentum, nesterov, ns_steps=ns_steps,
             adjust_lr_fn="match_rms_adamw",
         )  # fmt: skip
         self._adamw = torch.optim.AdamW(rest or [{"params": []}], lr, betas, eps, weight_decay)
-        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})  # both have filled in their defaults
+        super().__init__(
+            groups, {"lr": lr, "weight_decay": weight_decay}
+        )  # both have filled in their defaults
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Both use this optimizer's groups and state, which loading a checkpoint replaces."""
         for optimizer in (self._muon, self._adamw):
             hidden = optimizer is self._muon
-            optimizer.param_groups = [group for group in self.param_groups if group.get(HIDDEN, False) is hidden]
+            optimizer.param_groups = [
+                group for group in self.param_groups if group.get(HIDDEN, False) is hidden
+            ]
             optimizer.state = self.state
             optimizer.step()
         return closure and closure()
@@ -110,15 +124,29 @@ def make_optimizer(model: torch.nn.Module, settings: TrainingSettings) -> torch.
     kind, arguments = optimizer_class(name), _arguments(settings.optimizer_args)
     if kind is torch.optim.AdamW:
         arguments = {"fused": not {"foreach", "differentiable"} & arguments.keys()} | arguments
-    rate, decay, gradual = settings.learning_rate, settings.layerwise_lr_decay, settings.unfreeze_every is not None
+    rate, decay, gradual = (
+        settings.learning_rate,
+        settings.layerwise_lr_decay,
+        settings.unfreeze_every is not None,
+    )
     groups = parameter_groups(model, settings.weight_decay, rate, decay, gradual, muon=kind is Muon)
     try:
         return kind(groups, lr=rate, **arguments)
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-        names = [word for word in inspect.signature(kind).parameters if word not in ("params", "lr", "weight_decay")]
+        names = [
+            word
+            for word in inspect.signature(kind).parameters
+            if word not in ("params", "lr", "weight_decay")
+        ]
         setting = f"--optimizer {name} --optimizer_args {settings.optimizer_args}"
-        hint = "; use --optimizer muon, which trains only matrices by Muon" if kind is torch.optim.Muon else ""
-        raise UserError(f"{setting}: {first_line(error)}; {kind.__name__} takes {', '.join(names)}{hint}") from error
+        hint = (
+            "; use --optimizer muon, which trains only matrices by Muon"
+            if kind is torch.optim.Muon
+            else ""
+        )
+        raise UserError(
+            f"{setting}: {first_line(error)}; {kind.__name__} takes {', '.join(names)}{hint}"
+        ) from error
 
 
 def optimizer_class(name: str) -> Any:
@@ -127,7 +155,9 @@ def optimizer_class(name: str) -> Any:
     module, _, attribute = name.rpartition(".")
     if not module:
         names = [*_OPTIMIZERS, "MODULE.CLASS"]
-        raise UserError(f"--optimizer {name}{did_you_mean(name, names)}: there are {', '.join(names)}")
+        raise UserError(
+            f"--optimizer {name}{did_you_mean(name, names)}: there are {', '.join(names)}"
+        )
     try:
         kind = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
@@ -142,7 +172,11 @@ def _arguments(text: str | None) -> dict[str, Any]:
     try:
         call = ast.parse(f"_({text or ''})", mode="eval").body
         assert isinstance(call, ast.Call)
-        if call.args or any(word.arg is None for word in call.keywords) or not isinstance(call.func, ast.Name):
+        if (
+            call.args
+            or any(word.arg is None for word in call.keywords)
+            or not isinstance(call.func, ast.Name)
+        ):
             raise ValueError("each argument needs a name")
         arguments = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
     except (SyntaxError, ValueError, AssertionError) as error:
@@ -173,7 +207,13 @@ def parameter_groups(
     by_layer = layer_decay is not None or gradual
     distance_of = distances(model) if by_layer or muon else {}
     if (by_layer or muon) and not distance_of:
-        setting = "unfreeze_every" if gradual else "optimizer muon" if muon else f"layerwise_lr_decay {layer_decay}"
+        setting = (
+            "unfreeze_every"
+            if gradual
+            else "optimizer muon"
+            if muon
+            else f"layerwise_lr_decay {layer_decay}"
+        )
         raise UserError(f"--{setting}: {type(model).__name__} has no list of layers")
     lowest = max(distance_of.values(), default=0)
     kinds: dict[tuple[int, bool, bool], list[torch.nn.Parameter]] = {}
@@ -181,16 +221,22 @@ def parameter_groups(
         if parameter.requires_grad:
             distance = distance_of.get(id(parameter), 0)
             hidden = muon and parameter.ndim == 2 and 0 < distance < lowest
-            kinds.setdefault((distance * by_layer, name not in decayed, hidden), []).append(parameter)
+            kinds.setdefault((distance * by_layer, name not in decayed, hidden), []).append(
+                parameter
+            )
     groups: list[dict[str, Any]] = []
     for (distance, plain, hidden), parameters in sorted(kinds.items()):
         group = {"params": parameters, "weight_decay": 0.0 if plain else weight_decay}
         group |= {} if layer_decay is None else {"lr": learning_rate * layer_decay**distance}
-        groups.append(group | ({DISTANCE: distance} if gradual else {}) | ({HIDDEN: hidden} if muon else {}))
+        groups.append(
+            group | ({DISTANCE: distance} if gradual else {}) | ({HIDDEN: hidden} if muon else {})
+        )
     return groups
 
 
-def make_scheduler(optimizer: Any, settings: TrainingSettings, total_steps: int) -> AcceleratedScheduler:
+def make_scheduler(
+    optimizer: Any, settings: TrainingSettings, total_steps: int
+) -> AcceleratedScheduler:
     """The schedule of `--lr_scheduler_type` for a prepared optimizer, stepped once per optimizer step.
 
     A step that fp16 skips does not count. Do not pass it to `accelerator.prepare`, which would step it once per
@@ -207,10 +253,14 @@ def make_scheduler(optimizer: Any, settings: TrainingSettings, total_steps: int)
         schedule = get_scheduler(name, plain, num_warmup_steps=warmup, num_training_steps=most)
     except ValueError as error:  # polynomial ends at 1e-7
         fault = f"--lr_scheduler_type {name} --learning_rate {settings.learning_rate:g}: {first_line(error)}"
-        raise UserError(f"{fault}: raise --learning_rate, or choose another schedule (linear)") from error
+        raise UserError(
+            f"{fault}: raise --learning_rate, or choose another schedule (linear)"
+        ) from error
     if every := settings.unfreeze_every:
         rate = schedule.lr_lambdas[0]  # all groups have the same
-        schedule.lr_lambdas = [partial(_rate_from, group[DISTANCE] * every, rate) for group in plain.param_groups]
+        schedule.lr_lambdas = [
+            partial(_rate_from, group[DISTANCE] * every, rate) for group in plain.param_groups
+        ]
     scheduler = _prepared_scheduler(schedule, optimizer)
     vars(scheduler)[OF_SETTINGS] = True
     set_schedule(scheduler, 0)
@@ -221,26 +271,36 @@ OF_SETTINGS = "_toolkit_of_settings"
 """Attribute of a scheduler that `make_scheduler` made."""
 
 
-def custom_scheduler(optimizer: Any, create: Callable[[torch.optim.Optimizer], Any]) -> AcceleratedScheduler:
+def custom_scheduler(
+    optimizer: Any, create: Callable[[torch.optim.Optimizer], Any]
+) -> AcceleratedScheduler:
     """Another schedule for a prepared optimizer, stepped like that of `make_scheduler`. `create` gets the optimizer
     without its wrappers, at the learning rates that it was created with, and returns a scheduler of torch. Raises
     UserError for one that depends on more than the number of steps, which a resumed run could not continue."""
     plain = unwrapped_optimizer(optimizer)
     if any(DISTANCE in group for group in plain.param_groups):
-        raise UserError("--unfreeze_every works with the schedules of --lr_scheduler_type only: leave it out")
+        raise UserError(
+            "--unfreeze_every works with the schedules of --lr_scheduler_type only: leave it out"
+        )
     for group in plain.param_groups:
         group["lr"] = group.get("initial_lr", group["lr"])  # not that of a warm-up's first step
     schedule = create(plain)
     if isinstance(schedule, ReduceLROnPlateau | ChainedScheduler):
-        remedy = "a resumed run could not continue it. Use LambdaLR, SequentialLR or another that does"
-        raise UserError(f"{type(schedule).__name__} does not follow from the number of steps: {remedy}")
+        remedy = (
+            "a resumed run could not continue it. Use LambdaLR, SequentialLR or another that does"
+        )
+        raise UserError(
+            f"{type(schedule).__name__} does not follow from the number of steps: {remedy}"
+        )
     return _prepared_scheduler(schedule, optimizer)
 
 
 def _prepared_scheduler(schedule: Any, optimizer: Any) -> AcceleratedScheduler:
     # with fp16's scaler accelerate replaces `optimizer.step` in each step, of which torch would warn
     warnings.filterwarnings("ignore", message="Seems like `optimizer.step")
-    return AcceleratedScheduler(schedule, optimizer, split_batches=True)  # one step, not one per process
+    return AcceleratedScheduler(
+        schedule, optimizer, split_batches=True
+    )  # one step, not one per process
 
 
 def unwrapped_optimizer(optimizer: Any) -> Any:

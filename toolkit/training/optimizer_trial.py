@@ -76,14 +76,22 @@ def resume_fault(optimizer: Optimizer, device: torch.device) -> str:
         for number in range(steps):
             _set_gradients(trial, number)
             trial.step()
-        before = [[each.detach().clone() for each in group["params"]] for group in trial.param_groups]
-        resumed.state.update({key: copy.deepcopy(each) for key, each in trial.state.items() if isinstance(key, str)})
+        before = [
+            [each.detach().clone() for each in group["params"]] for group in trial.param_groups
+        ]
+        resumed.state.update(
+            {key: copy.deepcopy(each) for key, each in trial.state.items() if isinstance(key, str)}
+        )
         for target, source in zip(resumed.param_groups, trial.param_groups, strict=True):
-            target.update(copy.deepcopy({key: value for key, value in source.items() if key != "params"}))
+            target.update(
+                copy.deepcopy({key: value for key, value in source.items() if key != "params"})
+            )
             for one, other in zip(target["params"], source["params"], strict=True):
                 one.data.copy_(other.data)
                 if other in trial.state:
-                    resumed.state[one] = {key: copy.deepcopy(value) for key, value in trial.state[other].items()}
+                    resumed.state[one] = {
+                        key: copy.deepcopy(value) for key, value in trial.state[other].items()
+                    }
         for key, value in vars(trial).items():  # begins again, with other numbers
             if isinstance(value, torch.Generator):
                 vars(resumed)[key].set_state(value.get_state())
@@ -112,10 +120,14 @@ def shard_fault(optimizer: Optimizer, device: torch.device, stage: int) -> str:
     return ""
 
 
-def _first_difference(optimizer: Optimizer, device: torch.device, stage: int, rows: int, steps: int) -> int:
+def _first_difference(
+    optimizer: Optimizer, device: torch.device, stage: int, rows: int, steps: int
+) -> int:
     """The number of the first step that differs with shards; 0 if all are equal."""
     unsharded = _copy_of(optimizer, device, rows)
-    before = [[each.detach().clone() for each in group["params"]] for group in unsharded.param_groups]
+    before = [
+        [each.detach().clone() for each in group["params"]] for group in unsharded.param_groups
+    ]
     trials = [(_copy_of(optimizer, device, rows), shard) for shard in _shardings(device, stage)]
     for trial, shard in trials:
         for group in trial.param_groups:
@@ -162,7 +174,10 @@ def _rows(tensors: list[torch.Tensor], rank: int) -> list[torch.Tensor]:
 
 
 def _dtensors(tensors: list[torch.Tensor], mesh: DeviceMesh) -> list[torch.Tensor]:
-    return [distribute_tensor(each.detach().clone(), mesh, [Shard(0)], src_data_rank=None) for each in tensors]
+    return [
+        distribute_tensor(each.detach().clone(), mesh, [Shard(0)], src_data_rank=None)
+        for each in tensors
+    ]
 
 
 def _step(optimizer: Optimizer, stage: int) -> None:
@@ -184,22 +199,37 @@ def _set_gradients(optimizer: Optimizer, number: int) -> None:
     for group in optimizer.param_groups:
         for weight in group["params"]:
             rows = weight.detach().reshape(len(weight) if weight.dim() > 1 else 1, -1)
-            gradient = torch.randn(rows.shape).to(rows) * torch.linspace(0.5, 2, len(rows)).to(rows)[:, None]
+            gradient = (
+                torch.randn(rows.shape).to(rows)
+                * torch.linspace(0.5, 2, len(rows)).to(rows)[:, None]
+            )
             if number % 2:
                 squares = (rows * rows).sum(1, keepdim=True).clamp(min=1e-12)
                 gradient -= rows * (gradient * rows).sum(1, keepdim=True) / squares
             weight.grad = gradient.reshape(weight.shape) * (0.1, 0.1, 1e-3, 10.0)[number % 4]
 
 
-def _differs(trial: Optimizer, unsharded: Optimizer, before: list[list[torch.Tensor]], shard: Sharding) -> bool:
-    for group, source, start in zip(trial.param_groups, unsharded.param_groups, before, strict=True):
+def _differs(
+    trial: Optimizer, unsharded: Optimizer, before: list[list[torch.Tensor]], shard: Sharding
+) -> bool:
+    for group, source, start in zip(
+        trial.param_groups, unsharded.param_groups, before, strict=True
+    ):
         for tensors in zip(group["params"], shard(source["params"]), shard(start), strict=True):
-            actual, expected, first = (each.to_local() if isinstance(each, DTensor) else each for each in tensors)
+            actual, expected, first = (
+                each.to_local() if isinstance(each, DTensor) else each for each in tensors
+            )
             rounded = 1e-6 * expected.norm()
-            if not (actual.detach() - expected).norm() <= _TOLERANCE * (expected - first).norm() + rounded:
+            if (
+                not (actual.detach() - expected).norm()
+                <= _TOLERANCE * (expected - first).norm() + rounded
+            ):
                 return True
         # D-Adaptation and Prodigy estimate a step size, whose effect may still be too small to see
-        if any(not math.isclose(_number(group.get(key)), _number(source[key]), rel_tol=_TOLERANCE) for key in source):
+        if any(
+            not math.isclose(_number(group.get(key)), _number(source[key]), rel_tol=_TOLERANCE)
+            for key in source
+        ):
             return True
     return False
 
@@ -212,12 +242,22 @@ def _number(value: Any) -> float:
 def _copy_of(optimizer: Optimizer, device: torch.device, rows: int) -> Any:
     """A copy of the optimizer with a few small parameters in place of its own. Raises _CannotTryError."""
     if hasattr(optimizer, "__del__"):  # deleting the copy would free them
-        raise _CannotTryError("it owns resources outside of Python, and cannot be copied for a trial")
-    memo: dict[int, Any] = {id(each): torch.empty(0) for group in optimizer.param_groups for each in group["params"]}
+        raise _CannotTryError(
+            "it owns resources outside of Python, and cannot be copied for a trial"
+        )
+    memo: dict[int, Any] = {
+        id(each): torch.empty(0) for group in optimizer.param_groups for each in group["params"]
+    }
     state: dict[Any, Any] = defaultdict(dict)
     groups, copies = [], Counter[str]()
     for group in optimizer.param_groups:
-        kind = repr([(key, value) for key, value in group.items() if key not in ("params", "lr", "initial_lr")])
+        kind = repr(
+            [
+                (key, value)
+                for key, value in group.items()
+                if key not in ("params", "lr", "initial_lr")
+            ]
+        )
         if not group["params"] or copies[kind] == _MAX_COPIES:
             continue
         copies[kind] += 1
@@ -233,7 +273,9 @@ def _copy_of(optimizer: Optimizer, device: torch.device, rows: int) -> Any:
         }
         groups.append({**copy.deepcopy({**options, "params": []}), "params": small})
         if isinstance(group.get("lr"), float):
-            groups[-1]["lr"] = 0.03 if group["lr"] < 0.03 else group["lr"]  # 5e-5 would lose too much to rounding
+            groups[-1]["lr"] = (
+                0.03 if group["lr"] < 0.03 else group["lr"]
+            )  # 5e-5 would lose too much to rounding
         memo[id(group)] = groups[-1]
     memo |= {id(optimizer.param_groups): groups, id(optimizer.state): state}
     try:
@@ -243,19 +285,27 @@ def _copy_of(optimizer: Optimizer, device: torch.device, rows: int) -> Any:
 
 
 def _small(parameter: torch.Tensor, device: torch.device, rows: int) -> torch.nn.Parameter:
-    shape = [min(size, rows + 2 * axis) or 1 for axis, size in enumerate(parameter.shape)]  # never square
+    shape = [
+        min(size, rows + 2 * axis) or 1 for axis, size in enumerate(parameter.shape)
+    ]  # never square
     values = torch.linspace(-1, 1, math.prod(shape)).reshape(shape)
     return torch.nn.Parameter(values.to(device))
 
 
-def _shrink_state(state: dict[str, Any], parameter: torch.Tensor, small: torch.Tensor) -> dict[str, Any]:
+def _shrink_state(
+    state: dict[str, Any], parameter: torch.Tensor, small: torch.Tensor
+) -> dict[str, Any]:
     """The state that an optimizer creates for a parameter in its constructor (Adagrad's sum)."""
     shrunk = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-            shrunk[key] = torch.full_like(small, value.flatten()[0].item(), dtype=value.dtype, requires_grad=False)
+            shrunk[key] = torch.full_like(
+                small, value.flatten()[0].item(), dtype=value.dtype, requires_grad=False
+            )
         elif isinstance(value, torch.Tensor) and value.dim():
-            raise _CannotTryError(f"it keeps {key} of shape {tuple(value.shape)} before its first step")
+            raise _CannotTryError(
+                f"it keeps {key} of shape {tuple(value.shape)} before its first step"
+            )
         else:
             shrunk[key] = copy.deepcopy(value)
     return shrunk
@@ -269,6 +319,8 @@ def _clone(optimizer: Optimizer, memo: dict[int, Any]) -> Any:
             _clone(value, memo)
         if isinstance(value, torch.Tensor) and value.dim() and id(value) not in memo:
             raise _CannotTryError("it keeps tensors outside of its state")
-    attributes = {key: value for key, value in vars(optimizer).items() if key != "step"}  # a schedule has wrapped it
+    attributes = {
+        key: value for key, value in vars(optimizer).items() if key != "step"
+    }  # a schedule has wrapped it
     vars(clone).update(copy.deepcopy(attributes, memo))
     return clone

@@ -29,7 +29,11 @@ from toolkit.models.layers import outer_layers
 from toolkit.pretrained import attention_dropout, encoder_config
 from toolkit.training.checks import TOKENS, check_parameters, optimizer_fault, refuse_compiled
 from toolkit.training.estimate import fit_batch_size
-from toolkit.training.half_precision import choose_precision, choose_reduction, keep_scale_with_gradients
+from toolkit.training.half_precision import (
+    choose_precision,
+    choose_reduction,
+    keep_scale_with_gradients,
+)
 from toolkit.training.loop_checks import refuse_changes, refuse_different_weights
 from toolkit.training.optimizer import make_scheduler
 from toolkit.training.optimizer_trial import resume_fault
@@ -60,7 +64,12 @@ _LIMITED: dict[str, tuple[list[Any], str]] = {
 
 
 def prepare(
-    accelerator: Accelerator, settings: TrainingSettings, model: Any, optimizer: Any, train: Split, tokenizer: Any
+    accelerator: Accelerator,
+    settings: TrainingSettings,
+    model: Any,
+    optimizer: Any,
+    train: Split,
+    tokenizer: Any,
 ) -> tuple[Any, Any, AcceleratedScheduler, Steps]:
     """(model, optimizer, scheduler, steps), prepared for the strategy of this launch; all processes call this.
 
@@ -101,7 +110,11 @@ def prepare(
 
 
 def align_strategy(
-    accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, settings: TrainingSettings, schedule: Schedule
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    optimizer: Any,
+    settings: TrainingSettings,
+    schedule: Schedule,
 ) -> None:
     """Sets the accelerator's accumulation, and those values of a DeepSpeed config that accelerate would not set by the
     settings (clipping becomes 1.0) or not at all (for a `model` without a config).
@@ -115,17 +128,25 @@ def align_strategy(
         raise UserError(f"{why}: remove it, and pass --torch_compile true")
     attention = str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
     if attention.startswith("flash_attention") and accelerator.mixed_precision == "no":
-        raise UserError(f"--attn_implementation {attention} needs bf16 or fp16: pass --mixed_precision bf16")
-    if attention == "flex_attention" and (accelerator.device.type == "cpu" or attention_dropout(model.config)):
+        raise UserError(
+            f"--attn_implementation {attention} needs bf16 or fp16: pass --mixed_precision bf16"
+        )
+    if attention == "flex_attention" and (
+        accelerator.device.type == "cpu" or attention_dropout(model.config)
+    ):
         why = "has no dropout, and on a CPU no backward pass"
-        raise UserError(f"--attn_implementation {attention} {why}: pass --dropout 0, or leave it out")
+        raise UserError(
+            f"--attn_implementation {attention} {why}: pass --dropout 0, or leave it out"
+        )
     refuse_compiled(model)
     check_adapter(model)
     for tensor in (*model.parameters(), *(buffer for _, buffer in persistent_buffers(model))):
         if not tensor.is_contiguous():  # checkpoints, ZeRO and FSDP2 take its elements in a row
             tensor.data = tensor.data.contiguous()
     accelerator.gradient_accumulation_steps = schedule.accumulation
-    if accelerator.ddp_handler is not None:  # broadcast running means, but not constants, in each step
+    if (
+        accelerator.ddp_handler is not None
+    ):  # broadcast running means, but not constants, in each step
         accelerator.ddp_handler.broadcast_buffers = any(floating_buffers(model))
     if accelerator.scaler is not None:  # the schedule would count a step that a fused kernel skips
         optimizer._step_supports_amp_scaling = False
@@ -153,14 +174,24 @@ def align_strategy(
     if plugin is None:
         return
     trained = {id(each) for each in model.parameters() if each.requires_grad}
-    accelerator.clip_grad_norm_ = partial(_deepspeed_grad_norm, accelerator, trained, settings.max_grad_norm)
+    accelerator.clip_grad_norm_ = partial(
+        _deepspeed_grad_norm, accelerator, trained, settings.max_grad_norm
+    )
     config = plugin.deepspeed_config
     if plugin.zero_stage == 0:
-        faults.add('the DeepSpeed config has "zero_optimization.stage" 0: set it to 1, or launch with ddp.yaml')
+        faults.add(
+            'the DeepSpeed config has "zero_optimization.stage" 0: set it to 1, or launch with ddp.yaml'
+        )
     samples = micro * schedule.accumulation * accelerator.num_processes
     values: dict[str, tuple[Any, str]] = {
-        "gradient_clipping": (settings.max_grad_norm, f"--max_grad_norm {settings.max_grad_norm:g}"),
-        "gradient_accumulation_steps": (schedule.accumulation, f"the settings need {schedule.accumulation}"),
+        "gradient_clipping": (
+            settings.max_grad_norm,
+            f"--max_grad_norm {settings.max_grad_norm:g}",
+        ),
+        "gradient_accumulation_steps": (
+            schedule.accumulation,
+            f"the settings need {schedule.accumulation}",
+        ),
         "train_micro_batch_size_per_gpu": (
             micro,
             f"--per_device_batch_size {settings.per_device_batch_size} "
@@ -172,19 +203,25 @@ def align_strategy(
         values["communication_data_type"] = (reduced_in, "--half_precision_gradients true")
     for key, (value, source) in values.items():
         if config.get(key, "auto") not in ("auto", value):
-            faults.add(f'the DeepSpeed config has "{key}": {config[key]}, but {source}: write "auto" in that file')
+            faults.add(
+                f'the DeepSpeed config has "{key}": {config[key]}, but {source}: write "auto" in that file'
+            )
     for key, (usable, why) in _LIMITED.items():
         *sections, name = key.split(".")
         part = reduce(lambda part, section: part.get(section) or {}, sections, config)
         if name in part and part[name] not in usable:
             other = f" or write {json.dumps(usable[0])}" if usable else ""
-            faults.add(f'the DeepSpeed config has "{key}": {json.dumps(part[name])}: remove it{other}: {why}')
+            faults.add(
+                f'the DeepSpeed config has "{key}": {json.dumps(part[name])}: remove it{other}: {why}'
+            )
     # by default accelerate replaces any optimizer in host memory, SGD or Lion too, by DeepSpeed's Adam
     offloads = (config["zero_optimization"].get("offload_optimizer") or {}).get("device") == "cpu"
     replaces = offloads and config.get("zero_force_ds_cpu_optimizer", False)
     if replaces and type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         replaced = f"which makes an Adam of {type(optimizer).__name__}"
-        faults.add(f'the DeepSpeed config has "zero_force_ds_cpu_optimizer": true, {replaced}: remove it')
+        faults.add(
+            f'the DeepSpeed config has "zero_force_ds_cpu_optimizer": true, {replaced}: remove it'
+        )
     faults.raise_if_any()
     config.update({key: value for key, (value, _) in values.items()})
     if offloads and not replaces:
@@ -212,7 +249,9 @@ def explain_config_errors() -> Iterator[None]:
 
 
 def _refuse_clipping_by_value(*_: Any, **__: Any) -> None:
-    raise UserError("ZeRO and FSDP2 cannot clip by value: use `accelerator.clip_grad_norm_`, --max_grad_norm, or ddp")
+    raise UserError(
+        "ZeRO and FSDP2 cannot clip by value: use `accelerator.clip_grad_norm_`, --max_grad_norm, or ddp"
+    )
 
 
 def _deepspeed_grad_norm(
@@ -232,16 +271,23 @@ def _deepspeed_grad_norm(
             f"DeepSpeed clips the 2-norm at --max_grad_norm {clips_at:g}, not norm {norm_type:g} at the recipe's "
             f"{max_norm:g}: keep `training.max_grad_norm or math.inf` in the recipe, and pass --max_grad_norm"
         )
-    return accelerator.deepspeed_engine_wrapped.engine.get_global_grad_norm()  # accelerate's reads it on the host
+    return (
+        accelerator.deepspeed_engine_wrapped.engine.get_global_grad_norm()
+    )  # accelerate's reads it on the host
 
 
 def _choose_fsdp_units(accelerator: Accelerator, model: Any) -> None:
     """Makes FSDP2 gather one layer (`outer_layers`) at a time. Accelerate's default, transformers'
     `_no_split_modules`, includes embeddings, or is empty (BigBird)."""
-    plugin, layers = accelerator.state.fsdp_plugin, {type(layer).__name__ for layer in outer_layers(model)}
+    plugin, layers = (
+        accelerator.state.fsdp_plugin,
+        {type(layer).__name__ for layer in outer_layers(model)},
+    )
     if (names := plugin.transformer_cls_names_to_wrap) and set(names) != layers:
         effect = f"has no effect: the units are the model's layers ({', '.join(sorted(layers))})"
-        launch.log_on_main(accelerator, f"fsdp_transformer_layer_cls_to_wrap: {', '.join(names)} {effect}")
+        launch.log_on_main(
+            accelerator, f"fsdp_transformer_layer_cls_to_wrap: {', '.join(names)} {effect}"
+        )
     plugin.transformer_cls_names_to_wrap = sorted(layers)
     # accelerate makes units of the embeddings and the head, too: a parameter with several names (tied weights, a bias
     # of BERT's head, embeddings that T5's encoder and decoder share) would be in two units
@@ -265,7 +311,9 @@ def compile_layers(accelerator: Accelerator, model: torch.nn.Module) -> None:
     if why:
         raise UserError(f"--torch_compile cannot be used: {why}; or leave it out")
     if accelerator.device.type == "cpu":
-        launch.log_on_main(accelerator, "torch_compile: on a CPU steps are slower (0.86x the speed when measured)")
+        launch.log_on_main(
+            accelerator, "torch_compile: on a CPU steps are slower (0.86x the speed when measured)"
+        )
     # it would cut each layer in two or more graphs, to reduce gradients earlier; a layer is a graph of its own already
     torch._dynamo.config.optimize_ddp = False
     for layer in outer_layers(model):
@@ -323,9 +371,13 @@ def coalesce_reductions(accelerator: Accelerator, settings: TrainingSettings) ->
         return
     wrapper, block = accelerator.deepspeed_engine_wrapped, contextlib.ExitStack()
     engine, each_batch = wrapper.engine, settings.sync_each_batch
-    is_half = any(each.dtype != torch.float32 for each in engine.module.parameters() if each.requires_grad)
+    is_half = any(
+        each.dtype != torch.float32 for each in engine.module.parameters() if each.requires_grad
+    )
     if plugin.zero_stage == 1 and each_batch:
-        launch.log_on_main(accelerator, "sync_each_batch: ZeRO-1 reduces gradients once a step all the same")
+        launch.log_on_main(
+            accelerator, "sync_each_batch: ZeRO-1 reduces gradients once a step all the same"
+        )
     elif plugin.zero_stage > 1 and is_half and each_batch is False:
         line = "sync_each_batch: with 16-bit weights ZeRO reduces gradients after each micro-batch"
         launch.log_on_main(accelerator, line)

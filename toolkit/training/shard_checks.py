@@ -25,7 +25,9 @@ from toolkit.utils.modules import autograd_nodes, unwrapped
 REPLACED = "_toolkit_replaced"
 """Attribute of the parameters that FSDP2 replaces."""
 REMEDY_IN_FORWARD = f"compute with them there ({LOSS_PARAMETERS})"
-REMEDY_IN_OPTIMIZER = "use `step` of your optimizer (for an average --ema_decay), or launch with ddp"
+REMEDY_IN_OPTIMIZER = (
+    "use `step` of your optimizer (for an average --ema_decay), or launch with ddp"
+)
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
 _TO_NUMBERS = {"item", "tolist", "__float__", "__int__", "__bool__"}
@@ -39,7 +41,11 @@ def refuse_shards(model: Any, remedy: str = REMEDY_IN_FORWARD) -> Iterator[None]
     UserError, which ends with `remedy`. ZeRO-3 leaves such a parameter empty: its sum is 0, and most other operations
     fail on its shape."""
     parameters = parameters_of(model)
-    names = {id(each): name for name, each in parameters if hasattr(each, "ds_status") or isinstance(each, DTensor)}
+    names = {
+        id(each): name
+        for name, each in parameters
+        if hasattr(each, "ds_status") or isinstance(each, DTensor)
+    }
     if not names:
         yield
         return
@@ -98,7 +104,10 @@ def _refuse_deepcopy(_: Any) -> Any:
 
 
 def _gathers(frame: Any) -> bool:
-    return _GATHERS.match(str(frame.f_globals.get("__name__"))) is not None or frame.f_code.co_name in _USE_NAMES
+    return (
+        _GATHERS.match(str(frame.f_globals.get("__name__"))) is not None
+        or frame.f_code.co_name in _USE_NAMES
+    )
 
 
 def _callers() -> Iterator[Any]:
@@ -120,8 +129,14 @@ class _RefuseShards(TorchFunctionMode):
     def resume(self, *_: Any) -> None:
         self.__enter__()
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        sharded = [each for each in tree_leaves((args, kwargs)) if id(each) in self.names and _is_sharded(each)]
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        sharded = [
+            each
+            for each in tree_leaves((args, kwargs))
+            if id(each) in self.names and _is_sharded(each)
+        ]
         if not sharded or _called_by_strategy():
             return function(*args, **(kwargs or {}))
         try:
@@ -139,14 +154,20 @@ def refuse_stale_parameters(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """FSDP2 replaces the model's parameters, in the optimizer that is prepared with it."""
     if any(hasattr(each, REPLACED) for group in optimizer.param_groups for each in group["params"]):
         name = type(optimizer).__name__
-        raise UserError(f"{name} has parameters that FSDP2 has replaced: create a second optimizer after `prepare`")
+        raise UserError(
+            f"{name} has parameters that FSDP2 has replaced: create a second optimizer after `prepare`"
+        )
 
 
 class RefuseLocalNumbers(TorchFunctionMode):
     """Refuses `item`, `float` and the like of a DTensor whose value is not that of all processes, such as a norm."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        placements = getattr(args[0], "placements", ()) if args and function.__name__ in _TO_NUMBERS else ()
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        placements = (
+            getattr(args[0], "placements", ()) if args and function.__name__ in _TO_NUMBERS else ()
+        )
         if not all(each.is_replicate() for each in placements) and not _called_by_strategy():
             raise UserError(
                 f"{function.__name__}() of a DTensor covers one shard: call `.full_tensor()` in all processes first"
@@ -162,9 +183,13 @@ class RefuseChanges(TorchFunctionMode):
         super().__init__()
         trained = [(name, each) for name, each in parameters_of(model) if each.requires_grad]
         self.names = {id(each): name for name, each in trained}
-        self.weights = {each.untyped_storage().data_ptr(): name for name, each in trained if each.numel()}
+        self.weights = {
+            each.untyped_storage().data_ptr(): name for name, each in trained if each.numel()
+        }
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name, called, fault = "", function.__name__, ""
         if function in (_GRAD.__get__, _GRAD.__set__):
             name = self.names.get(id(args[0]), "")
@@ -205,7 +230,8 @@ def check_hooks(model: Any) -> Iterator[None]:
     tables = [(name or "the model", table) for name, part in unwrapped(model).named_modules()
               for table in (part._backward_hooks, part._backward_pre_hooks)]  # fmt: skip
     tables += [
-        ("every module", require(module, f"_global_backward_{kind}", "torch")) for kind in ("hooks", "pre_hooks")
+        ("every module", require(module, f"_global_backward_{kind}", "torch"))
+        for kind in ("hooks", "pre_hooks")
     ]
     for name, table in tables:
         table.update({key: _checked(hook, name) for key, hook in table.items()})
@@ -213,7 +239,10 @@ def check_hooks(model: Any) -> Iterator[None]:
     register = tensors.register_hook
 
     def register_checked(tensor: torch.Tensor, hook: Any) -> Any:
-        return register(tensor, hook if _called_by_strategy() else _checked(hook, f"a tensor {tuple(tensor.shape)}"))
+        return register(
+            tensor,
+            hook if _called_by_strategy() else _checked(hook, f"a tensor {tuple(tensor.shape)}"),
+        )
 
     tensors.register_hook = register_checked
     try:
@@ -230,7 +259,9 @@ def check_functions(losses: torch.Tensor) -> None:
             function = require(node, "_forward_cls", "torch")
             if function.__module__.partition(".")[0] not in _LIBRARIES:
                 checked = _checked(node.apply, function.__name__)
-                node.register_prehook(lambda gradients, checked=checked: (checked(*gradients), None)[1])
+                node.register_prehook(
+                    lambda gradients, checked=checked: (checked(*gradients), None)[1]
+                )
 
 
 def _checked(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -239,9 +270,15 @@ def _checked(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     def checked(*arguments: Any) -> Any:
         if unchecked:
-            half = any(each.dtype == torch.float16 for each in tree_leaves(arguments) if torch.is_tensor(each))
+            half = any(
+                each.dtype == torch.float16
+                for each in tree_leaves(arguments)
+                if torch.is_tensor(each)
+            )
             factor = 2.0**4 if half else 2.0**20
-            for one, scaled in zip(*(_gradients(hook, arguments, times) for times in (1.0, factor)), strict=True):
+            for one, scaled in zip(
+                *(_gradients(hook, arguments, times) for times in (1.0, factor)), strict=True
+            ):
                 unchecked.clear()
                 if (one.float() * factor - scaled.float()).norm() > 1e-3 * scaled.float().norm():
                     raise UserError(f"{name}: {UNEVEN_HOOK}")
@@ -254,5 +291,7 @@ def _gradients(hook: Callable[..., Any], arguments: Any, factor: float) -> list[
     """What a hook makes of gradients times a factor, in place or not."""
     copies = tree_map_only(torch.Tensor, lambda each: each * factor, arguments)
     result = hook(*copies)
-    leaves = tree_leaves((*copies, *copies)[1] if result is None else result)  # a module's comes first
+    leaves = tree_leaves(
+        (*copies, *copies)[1] if result is None else result
+    )  # a module's comes first
     return [each for each in leaves if torch.is_tensor(each)]

@@ -25,7 +25,15 @@ from torch.distributed.tensor import DTensor
 from toolkit import launch
 from toolkit.checkpoint.parameters import floating_buffers
 from toolkit.config import TrainingSettings
-from toolkit.data.batches import Batch, Collator, GlobalBatches, Prefetcher, accumulation_of, collator_of, micro_batches
+from toolkit.data.batches import (
+    Batch,
+    Collator,
+    GlobalBatches,
+    Prefetcher,
+    accumulation_of,
+    collator_of,
+    micro_batches,
+)
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, first_line, listing
 from toolkit.launch.environment import OTHER_RANDOMNESS
@@ -66,7 +74,9 @@ def make_schedule(settings: TrainingSettings, train: Split, processes: int) -> S
     sizes = settings.global_batch_size, settings.micro_batch_size
     accumulation = accumulation_of(train, *sizes, processes, max_tokens)
     largest = -(-settings.global_batch_size // (accumulation * processes))
-    return Schedule(steps_per_epoch, total, accumulation, largest, settings.eval_every or steps_per_epoch)
+    return Schedule(
+        steps_per_epoch, total, accumulation, largest, settings.eval_every or steps_per_epoch
+    )
 
 
 @dataclass
@@ -140,16 +150,28 @@ class Step:
         if sync_each_batch is None:
             sync_each_batch = accelerator.is_fsdp2
         self.steps.model, checks = model, self.steps.checks
-        checks.begin_step(self.number, model, accumulates=sync_each_batch or not accelerator.is_fsdp2)
-        self._losses, self._ids, self._computed_tokens = [], [], 0  # only the last of two passes counts
-        prefetched = [*self.collations[1:], self.next_step.collations[0] if self.next_step else None]
+        checks.begin_step(
+            self.number, model, accumulates=sync_each_batch or not accelerator.is_fsdp2
+        )
+        self._losses, self._ids, self._computed_tokens = (
+            [],
+            [],
+            0,
+        )  # only the last of two passes counts
+        prefetched = [
+            *self.collations[1:],
+            self.next_step.collations[0] if self.next_step else None,
+        ]
         for collation, prefetch in zip(self.collations, prefetched, strict=True):
             accelerator.sync_gradients = collation is self.collations[-1]
             self._batch = self.steps.prefetcher.batch(collation, prefetch)
             self._computed_tokens += self._batch.inputs["input_ids"].numel()
             launch.explain_failures(partial(_explanation, self._batch, model))
             reduces = accelerator.sync_gradients or sync_each_batch
-            with contextlib.nullcontext() if reduces else accelerator.no_sync(model), checks.micro_batch(model):
+            with (
+                contextlib.nullcontext() if reduces else accelerator.no_sync(model),
+                checks.micro_batch(model),
+            ):
                 yield self._batch
         launch.explain_failures(memory.explain_without_batch)  # in the optimizer's step
 
@@ -171,13 +193,20 @@ class Step:
             raise UserError(f"step.mean() takes one loss per sample, {shapes}: {remedy}")
         checks = self.steps.checks
         checks.check_losses(losses)
-        weighted = losses * batch.weights  # (B,); weights: 1, or the class's; 0 for a padding sample
+        weighted = (
+            losses * batch.weights
+        )  # (B,); weights: 1, or the class's; 0 for a padding sample
         self._losses.append(weighted.detach())
         self._ids.append(batch.ids)
-        averaged_over, plugin = accelerator.gradient_accumulation_steps, accelerator.state.deepspeed_plugin
+        averaged_over, plugin = (
+            accelerator.gradient_accumulation_steps,
+            accelerator.state.deepspeed_plugin,
+        )
         if plugin is not None:  # as it was when the engine was created
             averaged_over = plugin.deepspeed_config["gradient_accumulation_steps"]
-        checks.mean_loss = weighted.sum() * (accelerator.num_processes * averaged_over / self.loss_denominator)
+        checks.mean_loss = weighted.sum() * (
+            accelerator.num_processes * averaged_over / self.loss_denominator
+        )
         return checks.mean_loss
 
     def refuse_non_finite(self) -> None:
@@ -190,10 +219,16 @@ class Step:
             return
         if self.grad_norm is None and math.isfinite(metrics.loss):
             remedy = "keep `grad_norm = accelerator.clip_grad_norm_(...)`, which clips nothing with --max_grad_norm 0"
-            raise UserError(f"step {metrics.step}: run.after() got None for the gradient's norm: {remedy}")
+            raise UserError(
+                f"step {metrics.step}: run.after() got None for the gradient's norm: {remedy}"
+            )
         losses, ids = torch.cat(self._losses), torch.cat(self._ids)
-        rows = [row for row in sorted(gather_object(ids[~torch.isfinite(losses)].tolist())) if row >= 0]
-        what = f"the loss of rows {listing(row + 1 for row in rows)} is" if rows else "the gradient is"
+        rows = [
+            row for row in sorted(gather_object(ids[~torch.isfinite(losses)].tolist())) if row >= 0
+        ]
+        what = (
+            f"the loss of rows {listing(row + 1 for row in rows)} is" if rows else "the gradient is"
+        )
         raise UserError(
             f"step {metrics.step}: {what} not finite (loss {metrics.loss}, gradient norm {metrics.grad_norm}): check "
             f"those texts and labels, lower --learning_rate (now {metrics.learning_rate:.3g}), or use "
@@ -204,7 +239,9 @@ class Step:
 def _explanation(batch: Batch, model: torch.nn.Module, error: Exception) -> str | None:
     """The line for a failure in a micro-batch; None for one that has no known cause."""
     if "did not receive grad" in str(error):  # DDP's, in the step after the first
-        places = re.split(r"did not receive grad for rank \d+:", str(error))[-1].split("\n")[0].split()
+        places = (
+            re.split(r"did not receive grad for rank \d+:", str(error))[-1].split("\n")[0].split()
+        )
         trained = [name for name, each in unwrapped(model).named_parameters() if each.requires_grad]
         return not_in_loss([trained[int(place)] for place in places])
     if "already been lazily initialized" in str(error):  # FSDP2's
@@ -245,7 +282,9 @@ def reset_peak_memory(device: torch.device) -> None:
 class Steps:
     """Iterates over the optimizer steps of a run; the order of samples does not depend on the processes."""
 
-    def __init__(self, accelerator: Accelerator, train: Split, tokenizer: Any, settings: TrainingSettings) -> None:
+    def __init__(
+        self, accelerator: Accelerator, train: Split, tokenizer: Any, settings: TrainingSettings
+    ) -> None:
         """Raises UserError if a text is longer than `max_tokens_per_batch`."""
         self.accelerator, self.train, self.settings = accelerator, train, settings
         self.schedule = make_schedule(settings, train, accelerator.num_processes)
@@ -269,7 +308,9 @@ class Steps:
 
     def _seed_dropout(self) -> None:
         """Seeds dropout by process and by the steps of a resumed run; the weights have been initialized before."""
-        seed = self.settings.seed + int(os.environ.get(OTHER_RANDOMNESS) or 0) + 1_000_003 * self.done
+        seed = (
+            self.settings.seed + int(os.environ.get(OTHER_RANDOMNESS) or 0) + 1_000_003 * self.done
+        )
         set_seed(seed % 2**31, device_specific=True)
 
     def __iter__(self) -> Iterator[Step]:
@@ -293,11 +334,16 @@ class Steps:
         steps = range(self.done, self.schedule.total_steps)
         for epoch, numbers in itertools.groupby(steps, lambda number: number // per_epoch):
             size, by_length = settings.global_batch_size, settings.group_by_length
-            order = GlobalBatches(train.lengths, size, settings.seed, epoch, by_length, train.sampling_probabilities)
+            order = GlobalBatches(
+                train.lengths, size, settings.seed, epoch, by_length, train.sampling_probabilities
+            )
             for number in numbers:
                 indices = order[number % per_epoch]
                 collate = self.collate.at(epoch, number / max(1, self.schedule.total_steps - 1))
-                tokens, denominator = train.lengths[indices].sum(), collate.loss_denominators(indices).sum()
+                tokens, denominator = (
+                    train.lengths[indices].sum(),
+                    collate.loss_denominators(indices).sum(),
+                )
                 # 1 if no text has a target token: their loss is 0
                 yield Step(self, number + 1, indices, int(tokens), denominator.item() or 1, collate)
 
@@ -310,12 +356,19 @@ class Steps:
         """
         self.checks.end_step(step.number, len(step.collations))
         self._broadcast_buffers()
-        step.grad_norm, step.seconds, step._batch = grad_norm, time.perf_counter() - step.started, None
+        step.grad_norm, step.seconds, step._batch = (
+            grad_norm,
+            time.perf_counter() - step.started,
+            None,
+        )
         if self.accelerator.device.type == "cpu":
             memory.manage_freed_memory()
         self.done, signal = step.number, self.signals.requested
         self._pending.append(step)
-        saves = self.settings.checkpoint_every is not None and step.number % self.settings.checkpoint_every == 0
+        saves = (
+            self.settings.checkpoint_every is not None
+            and step.number % self.settings.checkpoint_every == 0
+        )
         if len(self._pending) < self._steps_per_gather and not step.evaluates and not saves:
             return
         yield from self.flush(signal)
@@ -335,7 +388,9 @@ class Steps:
         dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
         computed = [step._computed_tokens for step in finished]
         numbers = [peak_memory_bytes(device), signal, self._seconds_per_step, *computed]
-        sums = [torch.stack([loss.sum(dtype=dtype) for loss in step._losses]).sum() for step in finished]
+        sums = [
+            torch.stack([loss.sum(dtype=dtype) for loss in step._losses]).sum() for step in finished
+        ]
         norms = [_norm_tensor(step.grad_norm).to(device, dtype) for step in finished]
         results = torch.stack([*sums, *norms, self._sample_weights(dtype)])
         local = torch.cat([torch.tensor(numbers, dtype=dtype, device=device), results])
@@ -351,7 +406,10 @@ class Steps:
             self._steps_per_gather = max(1, int(_GATHER_SECONDS / ranks[0][2]))
         seconds = time.perf_counter() - start + sum(step.seconds for step in finished)
         self._seconds_per_step = seconds / count
-        samples, tokens = sum(len(step.indices) for step in finished), sum(step.tokens for step in finished)
+        samples, tokens = (
+            sum(len(step.indices) for step in finished),
+            sum(step.tokens for step in finished),
+        )
         for place, step in enumerate(finished, 3):
             step.metrics = StepMetrics(
                 step=step.number,
@@ -371,7 +429,9 @@ class Steps:
         """Broadcasts rank 0's running means (BatchNorm's), as DDP does: otherwise each would evaluate with
         other ones."""
         accelerator = self.accelerator
-        if accelerator.num_processes > 1 and (accelerator.state.deepspeed_plugin or accelerator.is_fsdp2):
+        if accelerator.num_processes > 1 and (
+            accelerator.state.deepspeed_plugin or accelerator.is_fsdp2
+        ):
             for _, buffer in floating_buffers(unwrapped(self.model)):
                 torch.distributed.broadcast(buffer, 0)
 
@@ -379,7 +439,9 @@ class Steps:
         """The sum of the trained parameters' first elements: equal on all ranks under DDP. 0 otherwise."""
         replicated = isinstance(self.model, torch.nn.parallel.DistributedDataParallel)
         parameters = self.model.parameters() if replicated else ()
-        first = [each.detach().flatten()[0] for each in parameters if each.requires_grad and each.numel()]
+        first = [
+            each.detach().flatten()[0] for each in parameters if each.requires_grad and each.numel()
+        ]
         first = first or [torch.zeros((), device=self.accelerator.device)]
         return torch.stack(first).to(dtype).abs().sum()
 

@@ -13,7 +13,14 @@ from toolkit.data.tokens import Split
 from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.outputs import Evaluation
 from toolkit.features.baselines import baselines as module
-from toolkit.features.baselines.baselines import LARGEST, LINEAR, MODEL, baselines, read_baselines, write_baselines
+from toolkit.features.baselines.baselines import (
+    LARGEST,
+    LINEAR,
+    MODEL,
+    baselines,
+    read_baselines,
+    write_baselines,
+)
 from toolkit.features.baselines.feature import FEATURE
 
 THREE = Labels("single_label_classification", ("a", "b", "c"), ("label",))

@@ -28,16 +28,26 @@ def predictions(wrong: float, seed: int = 0, count: int = 400) -> list[dict[str,
     """The truth is the same for every seed; a share `wrong` of the guesses is wrong."""
     truth = np.random.default_rng(99).integers(0, 3, count)
     generator = np.random.default_rng(seed)
-    guess = np.where(generator.random(count) < wrong, (truth + generator.integers(1, 3, count)) % 3, truth)
+    guess = np.where(
+        generator.random(count) < wrong, (truth + generator.integers(1, 3, count)) % 3, truth
+    )
     return [{"id": row, "label": NAMES[true], "prediction": NAMES[guess]}
             for row, (true, guess) in enumerate(zip(truth, guess, strict=True))]  # fmt: skip
 
 
-def made(folder: Path, lines: list[dict[str, Any]], world: dict[str, Any] | None = None, **settings: Any) -> Path:
+def made(
+    folder: Path, lines: list[dict[str, Any]], world: dict[str, Any] | None = None, **settings: Any
+) -> Path:
     truth, guess = ([line[key] for line in lines] for key in ("label", "prediction"))
     numbers = {"loss": 0.5, "accuracy": sk.accuracy_score(truth, guess),
                "f1_macro": sk.f1_score(truth, guess, labels=list(NAMES), average="macro")}  # fmt: skip
-    make_run(folder, LABELS, lines, numbers, {**SETTINGS, "seed": 1, "output_dir": str(folder), **settings})
+    make_run(
+        folder,
+        LABELS,
+        lines,
+        numbers,
+        {**SETTINGS, "seed": 1, "output_dir": str(folder), **settings},
+    )
     if world:
         edit_json(folder / "config.json", world=world)
     (folder / "report.html").touch()
@@ -46,7 +56,9 @@ def made(folder: Path, lines: list[dict[str, Any]], world: dict[str, Any] | None
 
 def test_intervals_and_tests(tmp_path: Path) -> None:
     good, bad = predictions(0.1, 1), predictions(0.25, 2)
-    comparison, _ = compare([made(tmp_path / "bad", bad, learning_rate=1.0), made(tmp_path / "好", good)])
+    comparison, _ = compare(
+        [made(tmp_path / "bad", bad, learning_rate=1.0), made(tmp_path / "好", good)]
+    )
     assert [run["name"] for run in comparison["runs"]] == ["好", "bad"]
     for run, lines in zip(comparison["runs"], (good, bad), strict=True):
         truth, guess = ([line[name] for line in lines] for name in ("label", "prediction"))
@@ -57,15 +69,24 @@ def test_intervals_and_tests(tmp_path: Path) -> None:
         assert accuracy["high"] - accuracy["low"] == pytest.approx(2 * half, rel=0.15)
         assert f1["low"] < f1["value"] < f1["high"]
     assert comparison["runs"][1]["metrics"]["f1_macro"]["p"] < 0.01
-    assert comparison["settings"] == {"learning_rate": {"好": 5e-5, "bad": 1.0}}  # without output_dir
+    assert comparison["settings"] == {
+        "learning_rate": {"好": 5e-5, "bad": 1.0}
+    }  # without output_dir
     assert "Clear difference in f1_macro (p < 0.05): bad" in as_text(comparison)
 
 
-def test_equal_runs_have_no_clear_difference_and_their_losses_are_compared_by_step(tmp_path: Path) -> None:
+def test_equal_runs_have_no_clear_difference_and_their_losses_are_compared_by_step(
+    tmp_path: Path,
+) -> None:
     lines, alone = predictions(0.1), {"num_processes": 1, "distributed_type": "NO", "deepspeed": None,
                                       "mixed_precision": "bf16", "device": "A100"}  # fmt: skip
-    folders = [made(tmp_path / "zero", lines, per_device_batch_size=4), made(tmp_path / "one", lines, alone)]
-    steps = (tmp_path / "one" / "metrics.jsonl").read_text().replace('"loss": 0.5,', '"loss": 0.50001,')
+    folders = [
+        made(tmp_path / "zero", lines, per_device_batch_size=4),
+        made(tmp_path / "one", lines, alone),
+    ]
+    steps = (
+        (tmp_path / "one" / "metrics.jsonl").read_text().replace('"loss": 0.5,', '"loss": 0.50001,')
+    )
     (tmp_path / "one" / "metrics.jsonl").write_text(steps)
     zero, one = compare(folders)[0]["runs"]
     assert (zero["strategy"], one["strategy"]) == ("2 x ZeRO-2", "one process")
@@ -75,11 +96,18 @@ def test_equal_runs_have_no_clear_difference_and_their_losses_are_compared_by_st
 
 
 def test_seeds_of_one_job_have_a_mean_and_a_spread(tmp_path: Path) -> None:
-    folders = [made(tmp_path / f"s{seed}", predictions(0.1, seed), seed=seed, data_seed=1) for seed in (1, 2, 3)]
-    folders.append(made(tmp_path / "other", predictions(0.1, 4), seed=1, data_seed=1, learning_rate=1.0))
+    folders = [
+        made(tmp_path / f"s{seed}", predictions(0.1, seed), seed=seed, data_seed=1)
+        for seed in (1, 2, 3)
+    ]
+    folders.append(
+        made(tmp_path / "other", predictions(0.1, 4), seed=1, data_seed=1, learning_rate=1.0)
+    )
     comparison, _ = compare(folders)
     (group,) = comparison["seeds"]
-    values = [run["metrics"]["accuracy"]["value"] for run in comparison["runs"] if run["name"] != "other"]
+    values = [
+        run["metrics"]["accuracy"]["value"] for run in comparison["runs"] if run["name"] != "other"
+    ]
     assert sorted(group["runs"]) == ["s1", "s2", "s3"]
     assert group["metrics"]["accuracy"]["mean"] == pytest.approx(np.mean(values))
     assert group["metrics"]["accuracy"]["std"] == pytest.approx(np.std(values, ddof=1))
@@ -108,9 +136,15 @@ def test_differently_defined_losses_are_not_compared(tmp_path: Path) -> None:
 def test_incomparable_runs_are_left_out_by_name(tmp_path: Path) -> None:
     runs = [made(tmp_path / name, predictions(0.1, seed)) for seed, name in enumerate(("a", "b"))]
     others = made(tmp_path / "rows", [{**line, "id": line["id"] + 1} for line in predictions(0.1)])
-    killed, young, file = (made(tmp_path / name, predictions(0.1)) for name in ("killed", "young", "file"))
+    killed, young, file = (
+        made(tmp_path / name, predictions(0.1)) for name in ("killed", "young", "file")
+    )
     data = json.loads((file / "config.json").read_text(encoding="utf-8"))["data"]
-    for run, digest in ((runs[0], "1-utf-8"), (runs[1], "1-utf-8-quoting none"), (file, "2")):  # with the same labels
+    for run, digest in (
+        (runs[0], "1-utf-8"),
+        (runs[1], "1-utf-8-quoting none"),
+        (file, "2"),
+    ):  # with the same labels
         facts = {"file_digests": {"train": digest}, "metric_for_best_model": "accuracy"}
         edit_json(run / "config.json", data=data | facts)
     (killed / "predictions.jsonl").write_text("")
@@ -121,7 +155,12 @@ def test_incomparable_runs_are_left_out_by_name(tmp_path: Path) -> None:
     comparison, _ = compare([*runs, others, killed, young, numbers, file])
     assert {run["name"] for run in comparison["runs"]} == {"a", "b"}
     assert comparison["metric"] == "accuracy"
-    reasons = {"rows": "--data_seed", "numbers": "other rows or labels than a", "killed": "resume", "young": "resume"}
+    reasons = {
+        "rows": "--data_seed",
+        "numbers": "other rows or labels than a",
+        "killed": "resume",
+        "young": "resume",
+    }
     reasons["file"] = "the same file"
     assert comparison["left_out"].keys() == reasons.keys()
     for name, reason in reasons.items():
@@ -145,7 +184,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     run_command(build_parser().parse_args(["compare", str(folder), "--json"]))
     assert json.loads(capsys.readouterr().out)["runs"][0]["metrics"]["accuracy"]["value"] > 0.8
     file = tmp_path / "c.html"
-    run_command(build_parser().parse_args(["compare", str(folder), str(other), "--output", str(file)]))
+    run_command(
+        build_parser().parse_args(["compare", str(folder), str(other), "--output", str(file)])
+    )
     page = Page(file)
     assert page.loads() == []
     assert [row[0] for row in page.rows["table1"]] == ["run", "a", "好"]
@@ -160,7 +201,9 @@ def test_rows_without_an_answer_count_as_in_the_evaluation(tmp_path: Path) -> No
         line["probabilities"] = [0.5 if name == line["prediction"] else 0.25 for name in NAMES]
         line["prediction"] = None  # --abstain_below 0.6
     write_lines(folder / "predictions.jsonl", lines)
-    assert compare([folder])[0]["runs"][0]["metrics"]["accuracy"]["value"] == pytest.approx(accuracy)
+    assert compare([folder])[0]["runs"][0]["metrics"]["accuracy"]["value"] == pytest.approx(
+        accuracy
+    )
 
 
 def values_of(scores: statistics.Scores) -> dict[str, float]:
@@ -168,23 +211,36 @@ def values_of(scores: statistics.Scores) -> dict[str, float]:
 
 
 def test_scores_of_each_kind_of_prediction() -> None:
-    several = [{"label": ["neg"], "prediction": ["neg", "pos"]}, {"label": [], "prediction": []}] * 50
+    several = [
+        {"label": ["neg"], "prediction": ["neg", "pos"]},
+        {"label": [], "prediction": []},
+    ] * 50
     truth = np.array([[1, 0, 0], [0, 0, 0]] * 50)
     guess = np.array([[1, 1, 0], [0, 0, 0]] * 50)
     values = values_of(statistics.scores_of(several, "multi_label_classification", NAMES))
-    f1 = {f"f1_{kind}": sk.f1_score(truth, guess, average=kind, zero_division=0) for kind in ("macro", "micro")}
+    f1 = {
+        f"f1_{kind}": sk.f1_score(truth, guess, average=kind, zero_division=0)
+        for kind in ("macro", "micro")
+    }
     assert values == pytest.approx(f1 | {"accuracy": sk.accuracy_score(truth, guess)})
     unanswered = [{"label": "neg", "prediction": None}, {"label": "neg", "prediction": "neg"}]
     values = values_of(statistics.scores_of(unanswered, LABELS.problem_type, NAMES))
     assert values == pytest.approx({"accuracy": 0.5, "f1_macro": 2 / 3 / 3})
-    numbers = statistics.scores_of([{"label": [1.0, 2.0], "prediction": [2.0, 4.0]}], "regression", ("a", "b"))
+    numbers = statistics.scores_of(
+        [{"label": [1.0, 2.0], "prediction": [2.0, 4.0]}], "regression", ("a", "b")
+    )
     assert statistics.intervals(numbers) == {  # of a single row
         "mae": {"value": 1.5, "low": 1.5, "high": 1.5}, "mse": {"value": 2.5, "low": 2.5, "high": 2.5}
     }  # fmt: skip
-    texts = [{"scores": {"x": right}, "weight": count} for right, count in ((0.25, 8), (0.0, 0), (1.0, 2))]
+    texts = [
+        {"scores": {"x": right}, "weight": count}
+        for right, count in ((0.25, 8), (0.0, 0), (1.0, 2))
+    ]
     values = values_of(statistics.scores_of(texts, "masked_language_modeling", ()))
     assert values == pytest.approx({"x": 0.4})  # 4 of 10 tokens
-    titles = statistics.scores_of([{"scores": {"rougeL": 0.25}}, {"scores": {"rougeL": 0.75}}], "title_generation", ())
+    titles = statistics.scores_of(
+        [{"scores": {"rougeL": 0.25}}, {"scores": {"rougeL": 0.75}}], "title_generation", ()
+    )
     assert statistics.intervals(titles) == {"rougeL": {"value": 0.5, "low": 0.25, "high": 0.75}}
 
 
@@ -193,14 +249,18 @@ def test_the_permutation_test_agrees_with_mcnemars() -> None:
     right = np.array([[line["label"] == line["prediction"] for line in each] for each in lines])
     only = [int((right[0] & ~right[1]).sum()), int((right[1] & ~right[0]).sum())]
     expected = binomtest(only[0], sum(only)).pvalue
-    p = statistics.p_values(*(statistics.scores_of(each, LABELS.problem_type, NAMES) for each in lines))
+    p = statistics.p_values(
+        *(statistics.scores_of(each, LABELS.problem_type, NAMES) for each in lines)
+    )
     assert 0.02 < expected < 0.9
     assert p["accuracy"] == pytest.approx(expected, abs=0.04)
     zeros, single, triple = (
         statistics.scores_of([{"scores": {"x": value}} for value in values], "title_generation", ())
         for values in ([0.0] * 3, [1.0, 0.0, 0.0], [1.0, 2.0, 3.0])
     )
-    assert statistics.p_values(triple, zeros) == {"x": 2 / 2**3}  # 2 of the 8 ways to swap give as large a difference
+    assert statistics.p_values(triple, zeros) == {
+        "x": 2 / 2**3
+    }  # 2 of the 8 ways to swap give as large a difference
     assert statistics.p_values(single, zeros) == statistics.p_values(zeros, zeros) == {"x": 1}
 
 
@@ -208,7 +268,9 @@ def test_a_metric_of_the_recipe_sorts_the_runs_and_a_nan_comes_last(tmp_path: Pa
     runs = [made(tmp_path / name, predictions(wrong)) for name, wrong in (("a", 0.1), ("b", 0.2))]
     for run, value in zip(runs, (None, 0.5), strict=True):
         edit_json(run / "config.json", settings={**SETTINGS, "metric_for_best_model": "score"})
-        write_lines(run / "eval.jsonl", [line | {"score": value} for line in lines_of(run / "eval.jsonl")])
+        write_lines(
+            run / "eval.jsonl", [line | {"score": value} for line in lines_of(run / "eval.jsonl")]
+        )
     comparison, _ = compare(runs)
     assert [run["name"] for run in comparison["runs"]] == ["b", "a"]
     assert "Clear difference in accuracy (p < 0.05): a" in as_text(comparison)

@@ -22,7 +22,15 @@ COMMON = ["--max_steps", 8, "--eval_every", 2, "--checkpoint_every", 4, "--globa
           "--metric_for_best_model", "loss"]  # fmt: skip
 JOBS = {
     "plain": [],
-    "two": ["--tune_thresholds", "cost=1:4", "--positive_class", "neg", "--calibrate", "--abstain_below", "0.55"],
+    "two": [
+        "--tune_thresholds",
+        "cost=1:4",
+        "--positive_class",
+        "neg",
+        "--calibrate",
+        "--abstain_below",
+        "0.55",
+    ],
     "several": ["--tune_thresholds", "f1", "--calibrate"],
 }
 
@@ -42,11 +50,18 @@ def jobs(folder: Path, model: Path, reviews: Path) -> list[list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path) -> dict[str, Path]:
+def runs(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path
+) -> dict[str, Path]:
     """Way -> folder of its runs; under two processes each finished job is started a second time."""
     root = tmp_path_factory.mktemp("decisions")
     for way, times in (("single", 1), ("ddp x2", 2)):
-        run_jobs(root / f"{way} jobs", WAYS[way], times * jobs(root / way, tiny_model, reviews), pages=True)
+        run_jobs(
+            root / f"{way} jobs",
+            WAYS[way],
+            times * jobs(root / way, tiny_model, reviews),
+            pages=True,
+        )
     return {way: root / way for way in ("single", "ddp x2")}
 
 
@@ -55,7 +70,9 @@ def saved(run: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["two", "several"])
-def test_the_same_under_every_launch_and_when_resumed_at_the_end(name: str, runs: dict[str, Path]) -> None:
+def test_the_same_under_every_launch_and_when_resumed_at_the_end(
+    name: str, runs: dict[str, Path]
+) -> None:
     one, two = runs["single"] / name, runs["ddp x2"] / name
     assert saved(one)["temperature"] != 1
     assert saved(two)["temperature"] == pytest.approx(saved(one)["temperature"], rel=1e-3)
@@ -74,7 +91,9 @@ def test_the_test_rows_are_evaluated_with_and_without_decisions(runs: dict[str, 
     before, after = effect["before"], effect["after"]
     assert last["loss"] == without["loss"]
     assert before | without == without | {name: before[name] for name in ("ece", "brier", "bins")}
-    assert [last[name] for name in ("accuracy", "f1_macro")] == [after[name] for name in ("accuracy", "f1_macro")]
+    assert [last[name] for name in ("accuracy", "f1_macro")] == [
+        after[name] for name in ("accuracy", "f1_macro")
+    ]
     lines, names = lines_of(run / "predictions.jsonl"), ("neg", "pos")
     chances = np.array([line["probabilities"] for line in lines])
     guess = np.where(chances[:, 0] > effect["thresholds"]["neg"], 0, 1)
@@ -92,29 +111,46 @@ def test_the_test_rows_are_evaluated_with_and_without_decisions(runs: dict[str, 
     assert "decisions.json" not in (plain / "model" / "README.md").read_text()
 
 
-def test_all_that_loads_the_model_applies_decisions(runs: dict[str, Path], tmp_path: Path, no_launcher: None) -> None:
+def test_all_that_loads_the_model_applies_decisions(
+    runs: dict[str, Path], tmp_path: Path, no_launcher: None
+) -> None:
     root = runs["ddp x2"]
     run, rows = root / "two", pd.read_csv(root / "test.csv")
     expected = [line["prediction"] for line in lines_of(run / "predictions.jsonl")]
     assert None in expected
-    start(["toolkit", "predict", run / "model", root / "test.csv", "--output", tmp_path / "out.csv"]).succeeded()
+    start(
+        ["toolkit", "predict", run / "model", root / "test.csv", "--output", tmp_path / "out.csv"]
+    ).succeeded()
     written = pd.read_csv(tmp_path / "out.csv")["prediction"]
     assert [None if pd.isna(cell) else cell for cell in written] == expected
     assert [line["prediction"] for line in toolkit.predict(run / "model", rows["text"])] == expected
-    numbers, last = toolkit.evaluate(run / "model", rows["text"], rows["label"]), lines_of(run / "eval.jsonl")[-1]
+    numbers, last = (
+        toolkit.evaluate(run / "model", rows["text"], rows["label"]),
+        lines_of(run / "eval.jsonl")[-1],
+    )
     assert numbers["accuracy"] == pytest.approx(last["accuracy"])
     # they were tuned on the weights in model/; a checkpoint has none
     for name, has_file in (("best", False), ("model", True)):
         source = run / "model" if name == "model" else run / "checkpoints" / name
         toolkit.convert(source, tmp_path / name)
-        labels = labels_of(load_config(toolkit.settings(model_name_or_path=str(tmp_path / name)).model))
+        labels = labels_of(
+            load_config(toolkit.settings(model_name_or_path=str(tmp_path / name)).model)
+        )
         assert (saved_decisions(str(tmp_path / name), labels) is None) is not has_file
 
 
 @pytest.mark.parametrize("way", ["single", "ddp x2"])
 def test_evaluate_agrees_with_the_run(way: str, runs: dict[str, Path], tmp_path: Path) -> None:
     run, out = runs["single"] / "two", tmp_path / "out"
-    command = ["toolkit", "evaluate", run / "model", run.parent / "test.csv", "--output_dir", out, *WAYS[way]]
+    command = [
+        "toolkit",
+        "evaluate",
+        run / "model",
+        run.parent / "test.csv",
+        "--output_dir",
+        out,
+        *WAYS[way],
+    ]
     start(command).succeeded()
     (numbers,), last = lines_of(out / "eval.jsonl"), lines_of(run / "eval.jsonl")[-1]
     for metric in ("num_samples", "accuracy", "f1_macro"):
@@ -131,8 +167,14 @@ def test_evaluate_agrees_with_the_run(way: str, runs: dict[str, Path], tmp_path:
 def test_a_run_is_compared_with_baselines(runs: dict[str, Path]) -> None:
     for name in JOBS:
         run = runs["ddp x2"] / name
-        baselines, last = json.loads((run / "baselines.json").read_text()), lines_of(run / "eval.jsonl")[-1]
-        models, samples = baselines["models"], json.loads((run / "config.json").read_text())["data"]["samples"]
+        baselines, last = (
+            json.loads((run / "baselines.json").read_text()),
+            lines_of(run / "eval.jsonl")[-1],
+        )
+        models, samples = (
+            baselines["models"],
+            json.loads((run / "config.json").read_text())["data"]["samples"],
+        )
         assert list(models) == ["largest class", "tf-idf + logistic regression", "this model"]
         assert baselines["train"] == baselines["trained_on"] == samples["train"]
         for metric in ("accuracy", "f1_macro"):
@@ -140,7 +182,9 @@ def test_a_run_is_compared_with_baselines(runs: dict[str, Path]) -> None:
         assert "tf-idf + logistic regression" in (run / "report.html").read_text()
 
 
-def test_a_finished_run_is_tuned_again_with_other_settings(runs: dict[str, Path], tiny_model: Path) -> None:
+def test_a_finished_run_is_tuned_again_with_other_settings(
+    runs: dict[str, Path], tiny_model: Path
+) -> None:
     folder = runs["ddp x2"]
     run = folder / "two"
     weights = (run / "model" / "model.safetensors").read_bytes()

@@ -13,7 +13,12 @@ from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
 from toolkit.evaluation.outputs import Evaluation
 from toolkit.features.decisions import decisions as module
-from toolkit.features.decisions.decisions import Decisions, best_threshold, calibration_error, saved_decisions
+from toolkit.features.decisions.decisions import (
+    Decisions,
+    best_threshold,
+    calibration_error,
+    saved_decisions,
+)
 from toolkit.features.decisions.feature import DecisionSettings
 
 TWO = Labels("single_label_classification", ("neg", "pos"), ("label",))
@@ -39,9 +44,13 @@ def value(criterion: str, truth: np.ndarray, guess: np.ndarray) -> float:
 def test_no_threshold_is_better(criterion: str) -> None:
     generator = np.random.default_rng(3)
     truth = generator.random(200) < 0.3
-    chances = np.round(np.clip(generator.normal(0.3 + 0.3 * truth, 0.2), 0.01, 0.99), 2)  # with many ties
+    chances = np.round(
+        np.clip(generator.normal(0.3 + 0.3 * truth, 0.2), 0.01, 0.99), 2
+    )  # with many ties
     tuned = best_threshold(truth, chances, criterion)
-    best = max(value(criterion, truth, chances > threshold) for threshold in np.arange(-0.005, 1, 0.01))
+    best = max(
+        value(criterion, truth, chances > threshold) for threshold in np.arange(-0.005, 1, 0.01)
+    )
     assert value(criterion, truth, chances > tuned) == best
     assert value(criterion, truth, chances > 0.5) < best
     assert best_threshold(np.zeros(9, bool), np.linspace(0.1, 0.9, 9), criterion) == 0.5
@@ -65,17 +74,24 @@ def test_a_fitted_temperature_is_the_one_applied_and_lowers_the_error() -> None:
 def tune_on(truth: np.ndarray, logits: np.ndarray, **settings: Any) -> tuple[Decisions, list[str]]:
     rows = np.arange(len(truth))
     split = Split("validation", Path(), np.zeros(0, np.int32), rows, truth, rows)
-    return module.tune(DecisionSettings(**settings), TWO, Evaluation("validation", {}, None, (split, logits)))
+    return module.tune(
+        DecisionSettings(**settings), TWO, Evaluation("validation", {}, None, (split, logits))
+    )
 
 
 def test_the_highest_temperature_is_a_warning() -> None:
-    logits, truth = np.array([[2, 0], [0, 2]] * 20, np.float32), np.array([0, 0, 1, 1] * 10)  # right half the time
+    logits, truth = (
+        np.array([[2, 0], [0, 2]] * 20, np.float32),
+        np.array([0, 0, 1, 1] * 10),
+    )  # right half the time
     decisions, notes = tune_on(truth, logits, calibrate=True)
     assert decisions.temperature > 19
     assert ["temperature 20" in line for line in notes] == [True]
 
 
-@pytest.mark.parametrize(("positives", "warns"), [(9, True), (10, False), (30, False), (31, True), (40, True)])
+@pytest.mark.parametrize(
+    ("positives", "warns"), [(9, True), (10, False), (30, False), (31, True), (40, True)]
+)
 def test_a_threshold_from_few_rows_is_a_warning(positives: int, warns: bool) -> None:
     truth = (np.arange(40) < positives).astype(np.int64)
     logits = np.stack([np.zeros(40), np.linspace(2, -2, 40)], axis=1).astype(np.float32)
@@ -86,11 +102,18 @@ def test_a_threshold_from_few_rows_is_a_warning(positives: int, warns: bool) -> 
 
 def test_the_error_of_a_few_probabilities_by_hand() -> None:
     error = calibration_error(np.array([[0.9, 0.1], [0.2, 0.8], [0.84, 0.16]]), np.array([0, 0, 0]))
-    assert error["ece"] == pytest.approx((0.1 + abs(0.8 + 0.84 - 1)) / 3)  # 0.8 and 0.84 share a bin of 1/15
+    assert error["ece"] == pytest.approx(
+        (0.1 + abs(0.8 + 0.84 - 1)) / 3
+    )  # 0.8 and 0.84 share a bin of 1/15
     assert error["brier"] == pytest.approx((0.02 + 1.28 + 2 * 0.16**2) / 3)
     assert error["bins"] == [[2, pytest.approx(0.82), 0.5], [1, pytest.approx(0.9), 1.0]]
     points = module.coverage(np.array([0.9, 0.6, 0.8, 0.7]), np.array([True, False, True, False]))
-    assert points == [[1.0, 0.5, 0.6], [0.75, pytest.approx(2 / 3), 0.7], [0.5, 1.0, 0.8], [0.25, 1.0, 0.9]]
+    assert points == [
+        [1.0, 0.5, 0.6],
+        [0.75, pytest.approx(2 / 3), 0.7],
+        [0.5, 1.0, 0.8],
+        [0.25, 1.0, 0.9],
+    ]
 
 
 def test_answers_follow_the_thresholds() -> None:
@@ -98,17 +121,26 @@ def test_answers_follow_the_thresholds() -> None:
     decisions = Decisions(TWO, 1.7, {"pos": 0.3}, 0.6)
     chances, guess = decisions.probabilities(logits), decisions.adjust_logits(logits).argmax(axis=1)
     assert (guess == (chances[:, 1] > 0.3)).all()
-    expected = [TWO.names[c] if row[c] >= 0.6 else None for c, row in zip(guess, chances, strict=True)]
+    expected = [
+        TWO.names[c] if row[c] >= 0.6 else None for c, row in zip(guess, chances, strict=True)
+    ]
     assert [line["prediction"] for line in decisions.answers(logits)] == expected
     logits = np.random.default_rng(6).normal(0, 2, (500, 3)).astype(np.float32)
     decisions = Decisions(SEVERAL, 0.8, {"x": 0.9, "z": 0.1})
     above = decisions.probabilities(logits) > np.array([0.9, 0.5, 0.1])
-    several = [[name for name, is_above in zip("xyz", row, strict=True) if is_above] for row in above]
+    several = [
+        [name for name, is_above in zip("xyz", row, strict=True) if is_above] for row in above
+    ]
     assert [line["prediction"] for line in decisions.answers(logits)] == several
 
 
 def written(folder: Path, **changed: Any) -> str:
-    content = {"labels": ["neg", "pos"], "temperature": 2.0, "thresholds": {"pos": 0.3}, "abstain_below": None}
+    content = {
+        "labels": ["neg", "pos"],
+        "temperature": 2.0,
+        "thresholds": {"pos": 0.3},
+        "abstain_below": None,
+    }
     (folder / "decisions.json").write_text(json.dumps(content | changed))
     return str(folder)
 
@@ -118,12 +150,18 @@ def test_thresholds_of_several_classes_raise_f1() -> None:
 
     generator = np.random.default_rng(0)
     truth = generator.choice(4, 600, p=[0.7, 0.2, 0.07, 0.03])
-    logits = generator.normal(size=(600, 4)) + 1.2 * np.eye(4)[truth] + np.log([0.7, 0.2, 0.07, 0.03])
+    logits = (
+        generator.normal(size=(600, 4)) + 1.2 * np.eye(4)[truth] + np.log([0.7, 0.2, 0.07, 0.03])
+    )
     labels = Labels("single_label_classification", ("a", "b", "c", "d"), ("label",))
     tuned = dict(zip(labels.names, module.best_thresholds(truth, logits).tolist(), strict=True))
 
     def f1(thresholds: dict[str, float]) -> float:
-        guess = Decisions(labels, thresholds=thresholds).adjust_logits(logits.astype(np.float32)).argmax(axis=1)
+        guess = (
+            Decisions(labels, thresholds=thresholds)
+            .adjust_logits(logits.astype(np.float32))
+            .argmax(axis=1)
+        )
         return float(f1_score(truth, guess, average="macro"))
 
     best = f1(tuned)
@@ -164,10 +202,17 @@ def test_a_damaged_file_is_refused(changed: dict[str, Any], message: str, tmp_pa
 
 
 @pytest.mark.parametrize(("labels", "changed"), [(NUMBER, {}), (SEVERAL, {"abstain_below": 0.7})])
-def test_decisions_that_do_not_fit_the_labels(labels: Labels, changed: dict[str, Any], tmp_path: Path) -> None:
+def test_decisions_that_do_not_fit_the_labels(
+    labels: Labels, changed: dict[str, Any], tmp_path: Path
+) -> None:
     """Numbers would be divided by the temperature."""
     file = written(tmp_path, labels=list(labels.names), thresholds={}, **changed)
-    refusal(saved_decisions, file, labels, says=["decisions.json", "regression has no decisions", "no abstain_below"])
+    refusal(
+        saved_decisions,
+        file,
+        labels,
+        says=["decisions.json", "regression has no decisions", "no abstain_below"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -182,11 +227,15 @@ def test_decisions_that_do_not_fit_the_labels(labels: Labels, changed: dict[str,
         ({"abstain_below": 0.7}, SEVERAL, "several labels per text"),
     ],
 )
-def test_settings_that_do_not_fit_the_labels(settings: dict[str, Any], labels: Labels, message: str) -> None:
+def test_settings_that_do_not_fit_the_labels(
+    settings: dict[str, Any], labels: Labels, message: str
+) -> None:
     refusal(module.check, DecisionSettings(**settings), labels, says=[list(settings)[-1], message])
 
 
-def test_a_cached_model_needs_no_request_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_model_needs_no_request_to_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(module, "hf_hub_download", None)  # which would fail
     for name, folder in (("without", ".no_exist"), ("with", "snapshots")):

@@ -31,13 +31,27 @@ def test_problems_have_commands_that_solve_them(tmp_path: Path) -> None:
     folder = tmp_path / "py311_cpu" / "cpu_adam"
     folder.mkdir(parents=True)
     (folder / "lock").touch()
-    launcher = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "1"}
-    done = doctor("--json", env={**launcher, "TORCH_EXTENSIONS_DIR": str(tmp_path), "NCCL_DEBUG": "INFO"})
+    launcher = {
+        "RANK": "3",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "3",
+        "MASTER_ADDR": "192.0.2.7",
+        "MASTER_PORT": "1",
+    }
+    done = doctor(
+        "--json", env={**launcher, "TORCH_EXTENSIONS_DIR": str(tmp_path), "NCCL_DEBUG": "INFO"}
+    )
     findings, output = findings_of(done), json.loads(done.out)
     assert (done.code, output["ok"], output["host"]) == (1, False, socket.gethostname())
     assert output["environment"]["python_version"].startswith(f"{sys.version_info.major}.")
     names = ("python", "libraries", "backend", "disk", "interfaces")
-    assert [findings[name]["area"] for name in names] == ["versions", "versions", "devices", "host", "network"]
+    assert [findings[name]["area"] for name in names] == [
+        "versions",
+        "versions",
+        "devices",
+        "host",
+        "network",
+    ]
     unset = f"unset {' '.join(sorted(launcher))}"
     assert (findings["launcher"]["level"], findings["launcher"]["remedy"]) == ("warn", unset)
     assert findings["variables"]["text"] == "NCCL_DEBUG=INFO"
@@ -76,7 +90,16 @@ def test_a_wrong_command_line_is_one_line(words: str, says: str) -> None:
 
 def test_ctrl_c() -> None:
     port = str(free_port())
-    line = ["--peers", "127.0.0.1,192.0.2.77", "--machine_rank", "0", "--main_process_port", port, "--timeout", "60"]
+    line = [
+        "--peers",
+        "127.0.0.1,192.0.2.77",
+        "--machine_rank",
+        "0",
+        "--main_process_port",
+        port,
+        "--timeout",
+        "60",
+    ]
     with begin([*DOCTOR, *line]) as process:
         assert process.line("err").startswith("this is machine 0")
         assert process.line("err").startswith("waiting for machine 1")

@@ -11,9 +11,14 @@ from toolkit.features.doctor import devices
 from toolkit.features.doctor.devices import Devices
 from toolkit.features.doctor.finding import Finding
 
-GPUS = (("0", "NVIDIA A100", "81920", "500", "550.54"), ("1", "NVIDIA A100", "81920", "40960", "550.54"))
+GPUS = (
+    ("0", "NVIDIA A100", "81920", "500", "550.54"),
+    ("1", "NVIDIA A100", "81920", "40960", "550.54"),
+)
 CPU_BUILD = Devices(torch="2.13.0+cpu")
-GPU_BUILD = Devices(GPUS[:1], torch="2.13.0+cu126", cuda="12.6", names=["NVIDIA A100"] * 2, nccl="2.27.3")
+GPU_BUILD = Devices(
+    GPUS[:1], torch="2.13.0+cu126", cuda="12.6", names=["NVIDIA A100"] * 2, nccl="2.27.3"
+)
 BLIND = replace(GPU_BUILD, gpus=GPUS, names=[], nccl="")
 INSTALL = "pip install --force-reinstall 'torch"
 
@@ -29,7 +34,9 @@ def test_the_output_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return devices.query_devices()
 
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    hardware = smi("echo '0, NVIDIA L4, 23034, 20000, 550.54.15'; echo '1, NVIDIA L4, 23034, [N/A], 550.54.15'")
+    hardware = smi(
+        "echo '0, NVIDIA L4, 23034, 20000, 550.54.15'; echo '1, NVIDIA L4, 23034, [N/A], 550.54.15'"
+    )
     by_name = findings(hardware)
     assert by_name["driver"].text == "NVIDIA 550.54.15"
     assert (by_name["gpu 0"].level, by_name["gpu 1"].level) == ("warn", "ok")
@@ -63,7 +70,9 @@ def test_good_gpus_and_none() -> None:
     (replace(GPU_BUILD, faults=["no kernels for Tesla V100"]), {}, "Tesla V100", "CUDA 12.6"),
     (replace(BLIND, warnings=["CUDA initialization: error 802"]), {}, "error 802", "sudo modprobe nvidia_uvm"),
 ])  # fmt: skip
-def test_failures_of_torch_and_the_driver(hardware: Devices, env: dict[str, str], text: str, remedy: str) -> None:
+def test_failures_of_torch_and_the_driver(
+    hardware: Devices, env: dict[str, str], text: str, remedy: str
+) -> None:
     fault = findings(hardware, env)["driver" if hardware.driver_fault else "torch"]
     assert (fault.level, text in fault.text, remedy in fault.remedy) == ("fail", True, True)
 

@@ -23,12 +23,16 @@ TWO = Machines(2, 1, "--machine_rank", "10.0.0.2", 29600)
 
 
 @pytest.mark.parametrize(("free", "level"), [(50 * GB, "ok"), (5 * GB, "warn"), (GB // 2, "fail")])
-def test_free_disk_space(free: int, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_disk_space(
+    free: int, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "it's").mkdir()
     monkeypatch.setattr(host.psutil, "disk_usage", lambda path: Usage(free, 0, free, 0))
     disk, *shared = host.check_disk(tmp_path / "it's" / "runs" / "today")
     assert (disk.level, f"{tmp_path}/it's " in disk.text) == (level, True)
-    assert ["--shm-size=8g" in finding.remedy for finding in shared] == ([True] if free < GB else [])
+    assert ["--shm-size=8g" in finding.remedy for finding in shared] == (
+        [True] if free < GB else []
+    )
     monkeypatch.setattr(host.os, "access", lambda *_: False)
     unwritable = next(host.check_disk(tmp_path / "it's"))
     assert "cannot be written" in unwritable.text
@@ -63,8 +67,14 @@ def test_variables_of_launchers_and_of_nccl() -> None:
 def test_the_chosen_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     """10.0.x.x is reachable by eth0, other networks are not."""
     addresses = {"127.0.0.1": "lo", "10.0.0.1": "eth0", "172.17.0.1": "docker0"}
-    states = {name: SimpleNamespace(mtu=1500, isup=name != "docker0") for name in addresses.values()}
-    monkeypatch.setattr(host.network, "source_address_for", lambda to: "10.0.0.1" if to.startswith("10.0.") else None)
+    states = {
+        name: SimpleNamespace(mtu=1500, isup=name != "docker0") for name in addresses.values()
+    }
+    monkeypatch.setattr(
+        host.network,
+        "source_address_for",
+        lambda to: "10.0.0.1" if to.startswith("10.0.") else None,
+    )
     monkeypatch.setattr(host.network, "local_addresses", lambda: addresses)
     monkeypatch.setattr(host.psutil, "net_if_stats", lambda: states)
 
@@ -73,7 +83,10 @@ def test_the_chosen_interface(monkeypatch: pytest.MonkeyPatch) -> None:
 
     two = findings(TWO)
     assert two["interfaces"].text == "eth0 10.0.0.1 (MTU 1500), docker0 172.17.0.1 (down, MTU 1500)"
-    assert (two["chosen"].level, two["chosen"].text) == ("ok", "eth0 (10.0.0.1), by the route to 10.0.0.2")
+    assert (two["chosen"].level, two["chosen"].text) == (
+        "ok",
+        "eth0 (10.0.0.1), by the route to 10.0.0.2",
+    )
     assert two["this one"].text == "machine 1 of 2 (--machine_rank)"
     nowhere = findings(replace(TWO, first="10.9.9.9"))["chosen"]
     assert (nowhere.level, nowhere.remedy) == ("fail", "`ip route get 10.9.9.9`, `ip -br link`")
@@ -82,7 +95,9 @@ def test_the_chosen_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     assert """it'"'"'s; reboot'""" in hostile.remedy
 
 
-def test_this_environment_has_compatible_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_environment_has_compatible_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torch.utils.cpp_extension import get_default_build_root
 
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)

@@ -46,11 +46,18 @@ def finish(running: Sequence[Process], timeout: float) -> list[Report]:
 
 
 def doctors(
-    hosts: TwoHosts, a: Sequence[str] = PEERS, b: Sequence[str] | None = None, timeout: float = 20.0, **of_b: Any
+    hosts: TwoHosts,
+    a: Sequence[str] = PEERS,
+    b: Sequence[str] | None = None,
+    timeout: float = 20.0,
+    **of_b: Any,
 ) -> list[Report]:
     """Runs one on each host, on b with the words of a by default. `of_b` goes to `TwoHosts.start`."""
     more = ["--timeout", str(timeout)]
-    running = [hosts.start("a", [*DOCTOR, *a, *more]), hosts.start("b", [*DOCTOR, *(b or a), *more], **of_b)]
+    running = [
+        hosts.start("a", [*DOCTOR, *a, *more]),
+        hosts.start("b", [*DOCTOR, *(b or a), *more], **of_b),
+    ]
     return finish(running, timeout)
 
 
@@ -77,7 +84,10 @@ def test_two_good_hosts_and_strangers_on_the_port(hosts: TwoHosts) -> None:
     assert (a["code"], b["code"]) == (0, 0), (a["findings"], b["findings"])
     for report in (a, b):
         assert report.finding("machines")["text"].startswith("hostA, hostB found each other")
-        assert (report.finding("gloo")["level"], report.finding("gloo")["area"]) == ("ok", "between the machines")
+        assert (report.finding("gloo")["level"], report.finding("gloo")["area"]) == (
+            "ok",
+            "between the machines",
+        )
         assert "16 MB summed over 2 machines at " in report.finding("gloo")["text"]
 
 
@@ -134,6 +144,9 @@ def _connected(hosts: TwoHosts) -> bool:
     """Whether host b has an open connection to the port; only /proc of a process there shows it."""
     for process in hosts.processes("b"):
         with contextlib.suppress(OSError):  # it has just ended
-            rows = [line.split() for line in Path(f"/proc/{process.pid}/net/tcp").read_text().splitlines()[1:]]
+            rows = [
+                line.split()
+                for line in Path(f"/proc/{process.pid}/net/tcp").read_text().splitlines()[1:]
+            ]
             return any(row[2].endswith(f":{PORT:04X}") and row[3] == "01" for row in rows)
     return False

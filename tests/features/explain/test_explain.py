@@ -22,9 +22,15 @@ from toolkit.features.explain import page as explain
 from toolkit.features.explain.page import Word, attribute
 from toolkit.report.html import Sample, read_sample, write_report, write_report_of_folder
 
-pytestmark = pytest.mark.skipif(find_spec("captum") is None, reason="the extra `explain` is not installed")
+pytestmark = pytest.mark.skipif(
+    find_spec("captum") is None, reason="the extra `explain` is not installed"
+)
 
-TEXTS = ["The film was not good, the story dull.", f"{NASTY} very good 服务很好", "服务很好，房间不好。A fine hotel"]
+TEXTS = [
+    "The film was not good, the story dull.",
+    f"{NASTY} very good 服务很好",
+    "服务很好，房间不好。A fine hotel",
+]
 AB = Labels("single_label_classification", ("a", "b"), ("label",))
 DATA = {"problem_type": AB.problem_type, "labels": AB.names, "max_length": 100}
 MISTAKE = Sample(0, 1, "a", "b", True, missed=[("a", 0.1)], added=[("b", 0.9)])
@@ -47,9 +53,13 @@ def assert_adds_up(model: Any, encoded: Any) -> None:
     assert not model.get_input_embeddings()._forward_hooks
 
 
-def test_attributions_add_up_to_the_difference_of_the_outputs(sharp_model: Path, tmp_path: Path) -> None:
+def test_attributions_add_up_to_the_difference_of_the_outputs(
+    sharp_model: Path, tmp_path: Path
+) -> None:
     folder = classifier(sharp_model, tmp_path / "m", AB)
-    model, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForSequenceClassification, AutoTokenizer))
+    model, tokenizer = (
+        kind.from_pretrained(folder) for kind in (AutoModelForSequenceClassification, AutoTokenizer)
+    )
     model.eval().requires_grad_(False)
     for text in TEXTS:
         assert_adds_up(model, tokenizer(text, return_tensors="pt", return_special_tokens_mask=True))
@@ -57,12 +67,21 @@ def test_attributions_add_up_to_the_difference_of_the_outputs(sharp_model: Path,
 
 def test_a_bigbird() -> None:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "max_position_embeddings": 1024, "block_size": 16, "num_random_blocks": 2}
+    sizes = {
+        "hidden_size": 32,
+        "max_position_embeddings": 1024,
+        "block_size": 16,
+        "num_random_blocks": 2,
+    }
     model = fast(make(training=False, sharpness=1, **sizes)).requires_grad_(False)
     model.classifier.out_proj.weight *= 5000
     ids, special = torch.randint(5, 50, (1, 1000)), torch.zeros(1, 1000, dtype=torch.long)
     special[0, [0, -1]] = 1
-    encoded = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "special_tokens_mask": special}
+    encoded = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "special_tokens_mask": special,
+    }
     assert_adds_up(model, encoded)
 
 
@@ -73,18 +92,39 @@ def test_pieces_of_words_are_joined_and_chinese_characters_are_not(tokenizer: An
               if word is not None]  # fmt: skip
     words = explain.join_tokens(text, tokens)
     assert "".join(word.text for word in words) == f"{text} "
-    assert [word.text for word in words if word.attribution] == ["unpaid", "房", "间", "<", "b", ">"]
-    assert next(word.attribution for word in words if word.text == "unpaid") == 6.0  # the sum of its pieces
+    assert [word.text for word in words if word.attribution] == [
+        "unpaid",
+        "房",
+        "间",
+        "<",
+        "b",
+        ">",
+    ]
+    assert (
+        next(word.attribution for word in words if word.text == "unpaid") == 6.0
+    )  # the sum of its pieces
     # a tokenizer that takes a Chinese sentence for one word, and one whose tokens are bytes of characters
-    words = explain.join_tokens("a 很好", [(0, 1, 0, 1.0), (2, 3, 1, 2.0), (2, 3, 1, 3.0), (3, 4, 1, 4.0)])
-    assert [word for word in words if word.attribution] == [Word("a", 1.0), Word("很", 5.0), Word("好", 4.0)]
+    words = explain.join_tokens(
+        "a 很好", [(0, 1, 0, 1.0), (2, 3, 1, 2.0), (2, 3, 1, 3.0), (3, 4, 1, 4.0)]
+    )
+    assert [word for word in words if word.attribution] == [
+        Word("a", 1.0),
+        Word("很", 5.0),
+        Word("好", 4.0),
+    ]
 
 
-@pytest.mark.parametrize("name", ["BERT", "RoBERTa", "XLM-R", "ModernBERT", "DeBERTa-v3", "ALBERT", "Qwen3"])
+@pytest.mark.parametrize(
+    "name", ["BERT", "RoBERTa", "XLM-R", "ModernBERT", "DeBERTa-v3", "ALBERT", "Qwen3"]
+)
 def test_the_words_of_every_kind_of_tokenizer_are_the_text(name: str, tmp_path: Path) -> None:
     text = "The café is fine, 服务很好 unbelievably. 😀"
     make_architecture(name, tmp_path / "base", ["The café is fine and unbelievably good."] * 3)
-    names: Any = {"id2label": {0: "a", 1: "b"}, "label2id": {"a": 0, "b": 1}, "problem_type": AB.problem_type}
+    names: Any = {
+        "id2label": {0: "a", 1: "b"},
+        "label2id": {"a": 0, "b": 1},
+        "problem_type": AB.problem_type,
+    }
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", **names)
     model.save_pretrained(tmp_path / "model")
@@ -107,13 +147,23 @@ def test_words_of_a_jieba_tokenizer(sharp_model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_charts")
-@pytest.mark.parametrize("kind", ["single_label_classification", "multi_label_classification", "regression"])
+@pytest.mark.parametrize(
+    "kind", ["single_label_classification", "multi_label_classification", "regression"]
+)
 def test_the_page_shows_attributions(kind: Any, sharp_model: Path, tmp_path: Path) -> None:
     names = ("price",) if kind == "regression" else ("neg", "pos")
     labels, probabilities = Labels(kind, names, ("label",)), {"probabilities": [0.1, 0.9]}
     line, towards, against = {
-        "single_label_classification": ({"label": "neg", "prediction": "pos", **probabilities}, "pos", "neg"),
-        "multi_label_classification": ({"label": [], "prediction": ["pos"], **probabilities}, "pos", "not pos"),
+        "single_label_classification": (
+            {"label": "neg", "prediction": "pos", **probabilities},
+            "pos",
+            "neg",
+        ),
+        "multi_label_classification": (
+            {"label": [], "prediction": ["pos"], **probabilities},
+            "pos",
+            "not pos",
+        ),
         "regression": ({"label": 1.0, "prediction": 3.0}, "a greater price", "a smaller one"),
     }[kind]
     predictions = [{"id": place, **line} for place in range(3)]
@@ -133,26 +183,51 @@ def test_the_page_shows_attributions(kind: Any, sharp_model: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("types", [1, 2])
-def test_the_texts_of_a_pair_have_line_breaks(types: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_texts_of_a_pair_have_line_breaks(
+    types: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also with a model of one token type, whose tokenizer makes two."""
-    run, line = tmp_path / "run", {"id": 0, "label": "a", "prediction": "b", "probabilities": [0.1, 0.9]}
+    run, line = (
+        tmp_path / "run",
+        {"id": 0, "label": "a", "prediction": "b", "probabilities": [0.1, 0.9]},
+    )
     monkeypatch.setitem(SMALL, "type_vocab_size", types)
     make_architecture("BERT", tmp_path / "base", ["one two three four"] * 3)
     classifier(tmp_path / "base", run / "model", AB)
     inputs = ["input_ids", "token_type_ids", "attention_mask"]
-    AutoTokenizer.from_pretrained(run / "model", model_input_names=inputs).save_pretrained(run / "model")
-    data, texts = DATA | {"text_pair": "other", "max_length": 20}, [join_pair("one\ntwo", "three\nfour")]
+    AutoTokenizer.from_pretrained(run / "model", model_input_names=inputs).save_pretrained(
+        run / "model"
+    )
+    data, texts = (
+        DATA | {"text_pair": "other", "max_length": 20},
+        [join_pair("one\ntwo", "three\nfour")],
+    )
     explanation = explain.explain(run, data, [read_sample(0, line, AB)], texts)[0]
-    assert "".join(word.text for word in explanation["words"]).split() == ["one", "two", "three", "four"]
+    assert "".join(word.text for word in explanation["words"]).split() == [
+        "one",
+        "two",
+        "three",
+        "four",
+    ]
 
 
 def test_texts_are_truncated_as_in_training(sharp_model: Path, tmp_path: Path) -> None:
-    run, line = tmp_path / "run", {"id": 0, "label": "a", "prediction": "b", "probabilities": [0.1, 0.9]}
+    run, line = (
+        tmp_path / "run",
+        {"id": 0, "label": "a", "prediction": "b", "probabilities": [0.1, 0.9]},
+    )
     make_run(run, AB, [line], {"loss": 0.5, "accuracy": 0.1, "f1_macro": 0.1})
     classifier(sharp_model, run / "model", AB)
-    explanation = explain.explain(run, DATA | {"max_length": 20}, [read_sample(0, line, AB)], ["good film " * 50])[0]
+    explanation = explain.explain(
+        run, DATA | {"max_length": 20}, [read_sample(0, line, AB)], ["good film " * 50]
+    )[0]
     assert [word.text for word in explanation["words"] if word.attribution] == ["good", "film"] * 9
     assert explanation["difference"] == sum(word.attribution for word in explanation["words"]) != 0
-    refusal(write_report_of_folder, run, Namespace(explain=5), match="needs the texts of the last evaluation")
+    refusal(
+        write_report_of_folder,
+        run,
+        Namespace(explain=5),
+        match="needs the texts of the last evaluation",
+    )
     assert build_parser().parse_args(["report", "x", "--explain", "5"]).explain == 5
     refusal(build_parser().parse_args, ["report", "x", "--explain=-1"], says=["--explain", "-1"])

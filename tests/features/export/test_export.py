@@ -26,7 +26,9 @@ from toolkit.features.export.command import _read_split, _training_data, compare
 from toolkit.models.exported import ExportedClassifier
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"the extra `{extra}` is not installed")
+    pytest.mark.skipif(
+        importlib.util.find_spec(name) is None, reason=f"the extra `{extra}` is not installed"
+    )
     for name, extra in (("openvino", "openvino"), ("onnxruntime", "onnx"))
 ]
 FILES = {"openvino": "openvino_model.xml", "onnx": "model.onnx"}
@@ -63,11 +65,20 @@ def bare(model: Path, reviews: Path) -> Path:
 
 
 @pytest.mark.parametrize(("to", "int8"), KINDS)
-def test_the_exported_model_predicts_the_same(to: str, int8: bool, exported: Any, model: Path, reviews: Path) -> None:
+def test_the_exported_model_predicts_the_same(
+    to: str, int8: bool, exported: Any, model: Path, reviews: Path
+) -> None:
     folder, done = exported[to, int8]
-    result = re.search(r"accuracy [\d.]+ % \(torch [\d.]+ %\), ([\d.]+) % of the answers are the same", done.out)
+    result = re.search(
+        r"accuracy [\d.]+ % \(torch [\d.]+ %\), ([\d.]+) % of the answers are the same", done.out
+    )
     assert result
-    assert {path.name for path in folder.iterdir()} >= {FILES[to], "config.json", "tokenizer.json", "README.md"}
+    assert {path.name for path in folder.iterdir()} >= {
+        FILES[to],
+        "config.json",
+        "tokenizer.json",
+        "README.md",
+    }
     assert not list(folder.glob("*.safetensors"))
     assert AutoConfig.from_pretrained(folder).id2label == {0: "neg", 1: "pos"}
     limits = {AutoTokenizer.from_pretrained(path).model_max_length for path in (folder, model)}
@@ -75,11 +86,19 @@ def test_the_exported_model_predicts_the_same(to: str, int8: bool, exported: Any
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert result[0] in card
     assert "## Labels" in card  # from the model's card
-    mine, theirs = (toolkit.predict(path, pandas.read_csv(reviews)["text"]) for path in (folder, model))
+    mine, theirs = (
+        toolkit.predict(path, pandas.read_csv(reviews)["text"]) for path in (folder, model)
+    )
     chances = [np.array([line["probabilities"] for line in lines]) for lines in (mine, theirs)]
     assert np.abs(chances[0] - chances[1]).max() < (0.3 if int8 else 1e-4)
-    assert np.mean([a["prediction"] == b["prediction"] for a, b in zip(mine, theirs, strict=True)]) > 0.95
-    whole, packed = (sum(path.stat().st_size for path in exported[to, kind][0].iterdir()) for kind in (False, True))
+    assert (
+        np.mean([a["prediction"] == b["prediction"] for a, b in zip(mine, theirs, strict=True)])
+        > 0.95
+    )
+    whole, packed = (
+        sum(path.stat().st_size for path in exported[to, kind][0].iterdir())
+        for kind in (False, True)
+    )
     assert packed < whole
 
 
@@ -91,7 +110,9 @@ def test_any_number_of_rows(to: str, exported: Any) -> None:
     ids = torch.randint(5, 40, (5, 9), generator=torch.Generator().manual_seed(0))
     alone = torch.cat([model(input_ids=row[None]).logits for row in ids])
     for rows in (1, 2, 3, 5):
-        torch.testing.assert_close(model(input_ids=ids[:rows]).logits, alone[:rows], rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            model(input_ids=ids[:rows]).logits, alone[:rows], rtol=0, atol=1e-5
+        )
     assert len(alone.unique(dim=0)) == 5
 
 
@@ -99,7 +120,9 @@ def test_the_docs_script(exported: Any, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CI", "true")  # or openvino sends usage statistics
     page = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
-    script, diff = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL)[0] for kind in ("python", "diff"))
+    script, diff = (
+        re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL)[0] for kind in ("python", "diff")
+    )
     for to in ("openvino", "onnx"):
         for old, new in re.findall(r"^-(.+)\n\+(.+)\n", diff, re.MULTILINE) if to == "onnx" else ():
             assert script.count(old) == 1
@@ -129,14 +152,21 @@ def test_what_servers_need(exported: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert config["architectures"][0].endswith("Classification")
     assert all(isinstance(config[name], int) for name in ("max_position_embeddings", "pad_token_id", "hidden_size",
                                                           "num_hidden_layers"))  # fmt: skip
-    assert (config["id2label"], config["label2id"]) == ({"0": "neg", "1": "pos"}, {"neg": 0, "pos": 1})
+    assert (config["id2label"], config["label2id"]) == (
+        {"0": "neg", "1": "pos"},
+        {"neg": 0, "pos": 1},
+    )
     names = ["input_ids", "attention_mask", "token_type_ids"]
     session = onnxruntime.InferenceSession(exported["onnx", True][0] / "model.onnx")
     assert [port.name for port in session.get_inputs()] == names
-    assert [(port.name, port.type) for port in session.get_outputs()] == [("logits", "tensor(float)")]
+    assert [(port.name, port.type) for port in session.get_outputs()] == [
+        ("logits", "tensor(float)")
+    ]
     graph = openvino.Core().read_model(exported["openvino", True][0] / "openvino_model.xml")
     assert [port.any_name for port in graph.inputs] == names
-    assert all(port.partial_shape.is_dynamic and port.partial_shape.rank == 2 for port in graph.inputs)
+    assert all(
+        port.partial_shape.is_dynamic and port.partial_shape.rank == 2 for port in graph.inputs
+    )
 
 
 def options(model: Path, out: Path, **more: Any) -> argparse.Namespace:
@@ -146,15 +176,22 @@ def options(model: Path, out: Path, **more: Any) -> argparse.Namespace:
     return argparse.Namespace(model=str(model), out=str(out), **(defaults | more))
 
 
-def test_a_model_that_predicts_differently(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_predicts_differently(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The error names the setting and the value that passes. One prediction of 21 changes: from wrong to right, which
     only `max_changed` limits, and from right to wrong."""
-    truth = np.array([lines["label"] == "pos" for lines in lines_of(model.parent / "predictions.jsonl")])
+    truth = np.array(
+        [lines["label"] == "pos" for lines in lines_of(model.parent / "predictions.jsonl")]
+    )
     right = np.eye(2)[truth.astype(int)]
     before = right.copy()
     before[0] = before[0, ::-1]
     value = "4.77"
-    for expected, exported_logits, setting in ((before, right, "max_changed"), (right, before, "max_drop")):
+    for expected, exported_logits, setting in (
+        (before, right, "max_changed"),
+        (right, before, "max_drop"),
+    ):
         logits = iter([expected, exported_logits] * 2)
         monkeypatch.setattr(SavedModel, "compute_outputs", lambda *_, logits=logits: next(logits))
         limits: dict[str, float] = {"max_drop": 0, "max_changed": 100} | {setting: 0}
@@ -165,12 +202,20 @@ def test_a_model_that_predicts_differently(model: Path, tmp_path: Path, monkeypa
         shutil.rmtree(tmp_path / "out")
 
 
-def test_options_without_files(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refusal(export, options(model, tmp_path / "out", text_column="reply"), match="--text_column has no effect")
+def test_options_without_files(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal(
+        export,
+        options(model, tmp_path / "out", text_column="reply"),
+        match="--text_column has no effect",
+    )
     data = _training_data(str(model), SavedModel(str(model)), 7)
     assert data.validation.lengths.max() == 7
     config = json.loads((model.parent / "config.json").read_text(encoding="utf-8"))
-    path = Path(config["settings"]["train_file"])  # relative to where the run was started, not to this folder
+    path = Path(
+        config["settings"]["train_file"]
+    )  # relative to where the run was started, not to this folder
     config["settings"]["train_file"], config["launch"]["folder"] = path.name, str(path.parent)
     copy = shutil.copytree(model, tmp_path / "run" / "model")
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
@@ -179,10 +224,16 @@ def test_options_without_files(model: Path, tmp_path: Path, monkeypatch: pytest.
     assert len(_training_data(str(copy), SavedModel(str(copy)), None).validation) == 21
     config["settings"]["folds"] = 3
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
-    refusal(export, options(copy, tmp_path / "out"), match="one of several folds: pass --validation_file")
+    refusal(
+        export,
+        options(copy, tmp_path / "out"),
+        match="one of several folds: pass --validation_file",
+    )
 
 
-def test_what_cannot_be_exported(model: Path, exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_exported(
+    model: Path, exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, _ = exported["openvino", False]
     refusal(export, options(model, folder), match="exists: name another folder")
     refusal(export, options(folder, tmp_path / "out"), match="is already exported to openvino")
@@ -192,14 +243,23 @@ def test_what_cannot_be_exported(model: Path, exported: Any, tmp_path: Path, mon
     sparse = make_architecture("BigBird", tmp_path / "sparse", ["a good film"])
     refusal(export, options(sparse, tmp_path / "out"), match="BigBird with block-sparse attention")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    refusal(export, in_8_bits, match=r"needs openvino and nncf: pip install 'finetune-toolkit\[openvino\]'")
+    refusal(
+        export,
+        in_8_bits,
+        match=r"needs openvino and nncf: pip install 'finetune-toolkit\[openvino\]'",
+    )
 
 
-def test_a_model_without_a_run(model: Path, reviews: Path, bare: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_model_without_a_run(
+    model: Path, reviews: Path, bare: Path, tmp_path: Path, capsys: Any
+) -> None:
     copy = shutil.copytree(model, tmp_path / "alone")
     files = {"validation_file": str(reviews), "calibration_file": str(bare)}
     export(options(copy, tmp_path / "one", **files, int8=True, max_drop=5, max_changed=5))
-    assert re.search(r"accuracy [\d.]+ % \(torch [\d.]+ %\), .*, on 211 rows of .*reviews.csv", capsys.readouterr().out)
+    assert re.search(
+        r"accuracy [\d.]+ % \(torch [\d.]+ %\), .*, on 211 rows of .*reviews.csv",
+        capsys.readouterr().out,
+    )
     (copy / "decisions.json").write_text(json.dumps({"labels": ["neg", "pos"], "temperature": 2.0}))
     export(options(copy, tmp_path / "two", validation_file=str(bare)))
     assert json.loads((tmp_path / "two" / "decisions.json").read_text())["temperature"] == 2
@@ -213,13 +273,17 @@ def test_the_columns_of_files_are_those_of_the_run(model: Path, tmp_path: Path) 
     (tmp_path / "rows.csv").write_text("text,reply,mood\nbad,good film,1\n")
     saved = SavedModel(str(copy))
     saved.max_length = 9
-    split, has_labels = _read_split(str(tmp_path / "rows.csv"), options(copy, tmp_path / "out"), saved)
+    split, has_labels = _read_split(
+        str(tmp_path / "rows.csv"), options(copy, tmp_path / "out"), saved
+    )
     assert split.tokens(0).tolist() == saved.tokenizer("good film")["input_ids"]
     assert has_labels
     assert split.labels.tolist() == [1]
 
 
-def test_a_regression(sharp_model: Path, bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_regression(
+    sharp_model: Path, bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     grades = classifier(sharp_model, tmp_path / "grades", Labels("regression", ("grade",), ()))
     export(options(grades, tmp_path / "out", validation_file=str(bare), to="onnx"))
     assert "100.00 % of the variance of its numbers is the same" in capsys.readouterr().out
@@ -227,11 +291,16 @@ def test_a_regression(sharp_model: Path, bare: Path, tmp_path: Path, capsys: pyt
 
 def test_compare() -> None:
     single = Labels("single_label_classification", ("a", "b"), ())
-    logits, other = np.array([[2.0, 1], [1, 2], [3, 0], [0, 1]]), np.array([[2.0, 1], [2, 1], [3, 0], [1, 0]])
+    logits, other = (
+        np.array([[2.0, 1], [1, 2], [3, 0], [0, 1]]),
+        np.array([[2.0, 1], [2, 1], [3, 0], [1, 0]]),
+    )
     result, losses = compare(logits, other, np.array([0, 0, 0, 1]), single)
     assert result == "accuracy 75.00 % (torch 75.00 %), 50.00 % of the answers are the same"
     assert losses == {"max_drop": 0, "max_changed": 50}
-    result, losses = compare(logits - 1.5, other - 1.5, None, Labels("multi_label_classification", ("a", "b"), ()))
+    result, losses = compare(
+        logits - 1.5, other - 1.5, None, Labels("multi_label_classification", ("a", "b"), ())
+    )
     assert (result, losses) == ("75.00 % of the answers are the same", {"max_changed": 25})
     numbers = Labels("regression", ("a",), ())
     _, losses = compare(logits[:, :1], logits[:, :1] + 0.1, None, numbers)

@@ -24,7 +24,9 @@ Single = tuple[Path, Finished]
 def rows(tmp_path_factory: pytest.TempPathFactory, reviews: Path) -> Path:
     table = pd.read_csv(reviews)[:80]
     table["source"] = ["web" if place % 3 else "shop" for place in range(80)]
-    table.loc[70:79, "text"] = table["text"][:10].str.upper().to_list()  # near duplicates of the first ten
+    table.loc[70:79, "text"] = (
+        table["text"][:10].str.upper().to_list()
+    )  # near duplicates of the first ten
     table.loc[3, "text"] = NASTY
     path = tmp_path_factory.mktemp("folds") / "rows.csv"
     table.to_csv(path, index=False)
@@ -47,7 +49,9 @@ def assert_same(folder: Path, other: Path) -> None:
     for fold in (1, 2, 3):
         losses, expected = losses_of(folder / f"fold-{fold}"), losses_of(other / f"fold-{fold}")
         assert losses == pytest.approx(expected, rel=1e-5)
-    for mine, theirs in zip(*(lines_of(path / "out_of_fold.jsonl") for path in (folder, other)), strict=True):
+    for mine, theirs in zip(
+        *(lines_of(path / "out_of_fold.jsonl") for path in (folder, other)), strict=True
+    ):
         assert mine.pop("probabilities") == pytest.approx(theirs.pop("probabilities"), abs=1e-4)
         assert mine == theirs
 
@@ -56,17 +60,25 @@ def test_every_row_is_predicted_once_by_the_model_of_its_fold(single: Single, ro
     folder, done = single
     lines, table = lines_of(folder / "out_of_fold.jsonl"), pd.read_csv(rows)
     assert [line["id"] for line in lines] == list(range(80))
-    assert [(line["text"], line["label"]) for line in lines] == list(zip(table["text"], table["label"], strict=True))
+    assert [(line["text"], line["label"]) for line in lines] == list(
+        zip(table["text"], table["label"], strict=True)
+    )
     for fold in (1, 2, 3):
         part = [line for line in lines if line["fold"] == fold]
         run = folder / f"fold-{fold}"
         expected = [(line["id"], line["probabilities"]) for line in part]
-        assert [(line["id"], line["probabilities"]) for line in lines_of(run / "predictions.jsonl")] == expected
-        assert json.loads((run / "config.json").read_text())["data"]["samples"]["validation"] == len(part)
+        assert [
+            (line["id"], line["probabilities"]) for line in lines_of(run / "predictions.jsonl")
+        ] == expected
+        assert json.loads((run / "config.json").read_text())["data"]["samples"][
+            "validation"
+        ] == len(part)
     assert len({tuple(losses_of(folder / f"fold-{fold}")) for fold in (1, 2, 3)}) == 3
     assert "next:" not in done.out  # each fold started the next one
     errors = lines_of(folder / "label_errors.jsonl")
-    assert all(error["original_label"] == table["label"][error["id"]] != error["label"] for error in errors)
+    assert all(
+        error["original_label"] == table["label"][error["id"]] != error["label"] for error in errors
+    )
 
 
 def test_suspects_of_poor_models_come_with_a_warning(single: Single, tmp_path: Path) -> None:
@@ -96,12 +108,16 @@ def test_suspects_of_poor_models_come_with_a_warning(single: Single, tmp_path: P
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["ddp x2", pytest.param("zero3 x2", marks=pytest.mark.slow),
                                  pytest.param("fsdp2 x2", marks=pytest.mark.slow)])  # fmt: skip
-def test_the_same_under_every_launch(way: str, single: Single, rows: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_the_same_under_every_launch(
+    way: str, single: Single, rows: Path, tiny_model: Path, tmp_path: Path
+) -> None:
     run(way, rows, tiny_model, tmp_path / "run").succeeded()
     assert_same(tmp_path / "run", single[0])
 
 
-def test_unfinished_folds_continue(single: Single, rows: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_unfinished_folds_continue(
+    single: Single, rows: Path, tiny_model: Path, tmp_path: Path
+) -> None:
     """Fold 2 was stopped at step 2, fold 3 before its first checkpoint."""
     folder = tmp_path / "run"
     shutil.copytree(single[0], folder, symlinks=True)
@@ -115,7 +131,10 @@ def test_unfinished_folds_continue(single: Single, rows: Path, tiny_model: Path,
     incomplete = start(["toolkit", "report", folder])
     assert (incomplete.code, "fold 2, 3 has not finished" in incomplete.err) == (1, True)
     done = run("single", rows, tiny_model, folder).succeeded()
-    assert len(re.findall("resuming from .*fold-2/checkpoints/step-00000002: step 2 of 4", done.err)) == 1
+    assert (
+        len(re.findall("resuming from .*fold-2/checkpoints/step-00000002: step 2 of 4", done.err))
+        == 1
+    )
     assert (folder / "fold-1/model/model.safetensors").stat().st_mtime_ns == first
     assert [path.name[:11] for path in sorted(folder.glob("fold-3*"))] == ["fold-3", "fold-3.old-"]
     assert_same(folder, single[0])
@@ -134,7 +153,9 @@ document.body.textContent = corrections();
 </script></body>"""
 
 
-def test_corrections_of_the_page_are_taken(single: Single, rows: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_corrections_of_the_page_are_taken(
+    single: Single, rows: Path, tiny_model: Path, tmp_path: Path
+) -> None:
     folder, _ = single
     page = (folder / "report.html").read_text()
     assert "document.title = 'broken'" not in re.sub(r"&lt;.*?&gt;", "", page)
@@ -156,6 +177,13 @@ def test_corrections_of_the_page_are_taken(single: Single, rows: Path, tiny_mode
     expected = [{name: error[name] for name in ("id", "text_digest", "label")} for error in errors]
     assert lines == [expected[0], expected[1] | {"label": None}, *expected[3:]]
     (tmp_path / "corrections.jsonl").write_text(saved[1].strip())
-    settings = ["--train_file", rows, "--model_name_or_path", tiny_model, "--output_dir", tmp_path / "run"]
+    settings = [
+        "--train_file",
+        rows,
+        "--model_name_or_path",
+        tiny_model,
+        "--output_dir",
+        tmp_path / "run",
+    ]
     screen = train(*COMMON[:-2], *settings, "--label_corrections", tmp_path / "corrections.jsonl")
     assert f"{len(lines) - 1} labels changed, 0 unchanged, 1 rows left out" in screen

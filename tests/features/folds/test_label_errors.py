@@ -18,7 +18,9 @@ def test_planted_errors_are_found_the_most_certain_first() -> None:
     truth = generator.integers(0, 4, 2000)
     logits = generator.normal(0, 1, (2000, 4))
     logits[np.arange(2000), truth] += 5
-    labels = np.where(generator.random(2000) < 0.08, (truth + generator.integers(1, 4, 2000)) % 4, truth)
+    labels = np.where(
+        generator.random(2000) < 0.08, (truth + generator.integers(1, 4, 2000)) % 4, truth
+    )
     probabilities = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     suspects = find_suspects(probabilities, labels, probabilities.argmax(axis=1))
     rows, wrong = rows_of(suspects), set(np.flatnonzero(labels != truth).tolist())
@@ -34,12 +36,16 @@ def test_planted_errors_are_found_the_most_certain_first() -> None:
 
 def test_a_row_below_every_threshold_is_not_suspected() -> None:
     """By hand: the thresholds are 0.75 and 0.65; the third row reaches neither, the fourth that of the first class."""
-    probabilities = np.array([[0.9, 0.1], [0.6, 0.4], [0.55, 0.45], [0.15, 0.85], [0.8, 0.2], [0.05, 0.95]])
+    probabilities = np.array(
+        [[0.9, 0.1], [0.6, 0.4], [0.55, 0.45], [0.15, 0.85], [0.8, 0.2], [0.05, 0.95]]
+    )
     labels = np.array([0, 0, 1, 1, 1, 1])
     answers = probabilities.argmax(axis=1)
     assert rows_of(find_suspects(probabilities, labels, answers)) == [4]
     assert find_suspects(probabilities, 1 - labels, answers)[0].suggested in ((0,), (1,))
-    assert find_suspects(probabilities[:2], labels[:2], answers[:2]) == []  # a class without rows has no threshold
+    assert (
+        find_suspects(probabilities[:2], labels[:2], answers[:2]) == []
+    )  # a class without rows has no threshold
 
 
 def test_each_of_several_labels_is_judged_for_itself() -> None:
@@ -51,7 +57,10 @@ def test_each_of_several_labels_is_judged_for_itself() -> None:
     labels[10:30, 2] ^= True
     suspects = find_suspects(probabilities, labels, probabilities > 0.5)
     suggested = {suspect.row: suspect.suggested for suspect in suspects}
-    assert sum(suggested.get(row) == tuple(np.flatnonzero(truth[row]).tolist()) for row in range(30)) > 20
+    assert (
+        sum(suggested.get(row) == tuple(np.flatnonzero(truth[row]).tolist()) for row in range(30))
+        > 20
+    )
 
 
 def test_a_row_whose_label_is_the_answer_is_not_suspected() -> None:
@@ -68,7 +77,9 @@ def test_a_row_whose_label_is_the_answer_is_not_suspected() -> None:
 def test_the_suggestion_is_the_predicted_class() -> None:
     """The last row is the only one of the third class, whose threshold is 0.01: the first row reaches it and no other
     threshold (0.75 and 0.8), and is predicted as the second class."""
-    probabilities = np.array([[0.4, 0.58, 0.02], [0.99, 0.01, 0], [0.86, 0.14, 0], [0.2, 0.8, 0], [0.5, 0.49, 0.01]])
+    probabilities = np.array(
+        [[0.4, 0.58, 0.02], [0.99, 0.01, 0], [0.86, 0.14, 0], [0.2, 0.8, 0], [0.5, 0.49, 0.01]]
+    )
     labels = np.array([0, 0, 0, 1, 2])
     (suspect,) = find_suspects(probabilities, labels, probabilities.argmax(axis=1))
     assert suspect[:2] == (0, (1,))
@@ -78,13 +89,21 @@ def test_the_suggestion_is_the_predicted_class() -> None:
 def test_skill_is_the_mean_over_the_labels_that_vary() -> None:
     labels = np.array([[0, 0, 1], [1, 0, 1], [0, 1, 1], [0, 0, 1]])
     assert balanced_skill(labels, labels * [1, 0, 0]) == 0.5  # all of one, none of another
-    assert balanced_skill(labels[:, 0], np.full(4, 2)) < balanced_skill(labels[:, 0], np.zeros(4, int)) == 0
+    assert (
+        balanced_skill(labels[:, 0], np.full(4, 2))
+        < balanced_skill(labels[:, 0], np.zeros(4, int))
+        == 0
+    )
 
 
 def test_slices_that_are_worse_than_chance() -> None:
     wrong = np.zeros(400, bool)
     wrong[:60:2] = wrong[60::12] = True
-    groups = {"source": ["shop"] * 60 + ["web"] * 340, "all": ["same"] * 400, "tiny": ["a"] * 4 + ["b"] * 396}
+    groups = {
+        "source": ["shop"] * 60 + ["web"] * 340,
+        "all": ["same"] * 400,
+        "tiny": ["a"] * 4 + ["b"] * 396,
+    }
     (worst,) = worst_slices(wrong, groups)
     assert worst[:4] == ("source", "shop", 60, 0.5)
     assert worst_slices(np.zeros(9, bool), {"x": ["a"] * 9}) == []

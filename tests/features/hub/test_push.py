@@ -69,7 +69,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, {"errors": [], "warnings": []})
         elif "/preupload/" in self.path:
             mode = {"uploadMode": "regular", "shouldIgnore": False}  # not LFS
-            self._answer(200, {"files": [{"path": file["path"], **mode} for file in lines[0]["files"]]})
+            self._answer(
+                200, {"files": [{"path": file["path"], **mode} for file in lines[0]["files"]]}
+            )
         else:  # a commit
             files = [line["value"] for line in lines if line["key"] == "file"]
             hub.files |= {file["path"]: base64.b64decode(file["content"]) for file in files}
@@ -97,13 +99,25 @@ def push(hub: Hub, job: list[str], *more: str, token: str = TOKEN) -> Finished:
     """Starts a run of one step that pushes, without the token of whoever runs the tests."""
     early = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1",
              "HF_HOME": os.environ["TOOLKIT_TESTS_FOLDER"]}  # fmt: skip
-    words = ["recipes/cls.py", *job, "--max_steps", "1", "--global_batch_size", "8", "--push_to_hub", "true", *more]
+    words = [
+        "recipes/cls.py",
+        *job,
+        "--max_steps",
+        "1",
+        "--global_batch_size",
+        "8",
+        "--push_to_hub",
+        "true",
+        *more,
+    ]
     with fork(words, {"HF_TOKEN": token}, imported=CLASSIFIER, early=early) as process:
         return process.finish(120)
 
 
 @pytest.mark.multiprocess
-def test_one_of_two_processes_uploads_the_model(hub: Hub, tiny_job: list[str], tmp_path: Path) -> None:
+def test_one_of_two_processes_uploads_the_model(
+    hub: Hub, tiny_job: list[str], tmp_path: Path
+) -> None:
     folder = tmp_path / "reviews"
     finished = push(hub, tiny_job, "--output_dir", str(folder), "--hub_private_repo", "true",
                     "--config_file", "accelerate_configs/ddp.yaml").succeeded()  # fmt: skip
@@ -118,12 +132,18 @@ def test_one_of_two_processes_uploads_the_model(hub: Hub, tiny_job: list[str], t
     assert sum(path.endswith("/commit/main") for path, _, _ in hub.requests) == 1
     assert {authorization for _, authorization, _ in hub.requests} == {f"Bearer {TOKEN}"}
     assert TOKEN not in finished.out + finished.err
-    assert not [path for path in folder.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()]
+    assert not [
+        path for path in folder.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()
+    ]
 
 
-def test_a_refused_upload_does_not_fail_the_run(hub: Hub, tiny_job: list[str], tmp_path: Path) -> None:
+def test_a_refused_upload_does_not_fail_the_run(
+    hub: Hub, tiny_job: list[str], tmp_path: Path
+) -> None:
     folder, hub.refuses = tmp_path / "run", "/commit/main"
-    finished = push(hub, tiny_job, "--output_dir", str(folder), "--hub_model_id", "me/reviews").succeeded()
+    finished = push(
+        hub, tiny_job, "--output_dir", str(folder), "--hub_model_id", "me/reviews"
+    ).succeeded()
     (line,) = [line for line in finished.out.splitlines() if "not uploaded" in line]
     assert line.endswith(f"hf upload me/reviews {folder}/model")
     assert "403" in line
@@ -133,9 +153,15 @@ def test_a_refused_upload_does_not_fail_the_run(hub: Hub, tiny_job: list[str], t
 
 @pytest.mark.parametrize(
     ("refuses", "token", "named"),
-    [("", "", "HF_TOKEN"), ("/create", TOKEN, "--hub_model_id"), ("/auth-check/write", TOKEN, "--hub_model_id")],
+    [
+        ("", "", "HF_TOKEN"),
+        ("/create", TOKEN, "--hub_model_id"),
+        ("/auth-check/write", TOKEN, "--hub_model_id"),
+    ],
 )
-def test_missing_rights(refuses: str, token: str, named: str, hub: Hub, tiny_job: list[str], tmp_path: Path) -> None:
+def test_missing_rights(
+    refuses: str, token: str, named: str, hub: Hub, tiny_job: list[str], tmp_path: Path
+) -> None:
     hub.refuses = refuses
     finished = push(hub, tiny_job, "--output_dir", str(tmp_path / "run"), token=token)
     finished.says_in_one_line("--push_to_hub", named)

@@ -30,7 +30,17 @@ from toolkit.features.padding_free.packed import Packed, PackedCollator, round_u
 from toolkit.models.classifier import load_classifier
 from toolkit.utils.features import hooks
 
-FAMILIES = ("BERT", "RoBERTa", "XLM-R", "ModernBERT", "ELECTRA", "ERNIE", "DistilBERT", "NomicBERT", "GTE")
+FAMILIES = (
+    "BERT",
+    "RoBERTa",
+    "XLM-R",
+    "ModernBERT",
+    "ELECTRA",
+    "ERNIE",
+    "DistilBERT",
+    "NomicBERT",
+    "GTE",
+)
 LENGTHS = [60, 33, 20, 5, 3, 1, 1]
 CPU = torch.device("cpu")
 Models = Callable[..., tuple[Any, Any]]
@@ -79,7 +89,15 @@ def logits_and_gradients(classifier: Any, batch: Batch) -> tuple[torch.Tensor, l
 
 
 def reference_kernel(
-    q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, scale: float, window_size: tuple[int, int]
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_q: Any,
+    cu_k: Any,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window_size: tuple[int, int],
 ) -> torch.Tensor:
     """`varlen_attn` as documented, in float32 on a CPU."""
     outputs = []
@@ -90,7 +108,11 @@ def reference_kernel(
         assert keys.stop - keys.start <= max_k
         positions = torch.arange(keys.stop - keys.start)
         distance = (positions[: queries.stop - queries.start, None] - positions).abs()
-        mask = distance <= window_size[0] if window_size[0] >= 0 else torch.ones_like(distance, dtype=torch.bool)
+        mask = (
+            distance <= window_size[0]
+            if window_size[0] >= 0
+            else torch.ones_like(distance, dtype=torch.bool)
+        )
         parts = [states.transpose(0, 1)[None] for states in (q[queries], k[keys], v[keys])]
         outputs.append(F.scaled_dot_product_attention(*parts, mask, scale=scale)[0].transpose(0, 1))
     assert cu_q.dtype == cu_k.dtype == torch.int32
@@ -109,7 +131,12 @@ def use_kernel(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", ["text by text", "padded in attention", "varlen_attn"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_and_gradients_are_equal(
-    name: str, kind: str, on_gpu: bool, load: Models, accelerator: Any, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    kind: str,
+    on_gpu: bool,
+    load: Models,
+    accelerator: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     classifier, tokenizer = load(name)
     padded, packed = collators_of(tokenizer)
@@ -126,7 +153,9 @@ def test_logits_and_gradients_are_equal(
     for weight, one, other in zip(names, packed_gradients, gradients, strict=True):
         if not weight.endswith(("key.bias", "k_lin.bias")):  # 0: softmax ignores them
             torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * float(other.abs().max()))
-    assert torch.equal(classifier(**padded(indices).inputs).logits, expected)  # padded batches still work
+    assert torch.equal(
+        classifier(**padded(indices).inputs).logits, expected
+    )  # padded batches still work
 
 
 def test_the_last_layer_computes_the_first_tokens_only(load: Models, accelerator: Any) -> None:
@@ -149,7 +178,15 @@ def test_a_row(tokenizer: Any) -> None:
     batch = packed(np.array([2, 0, 6]))
     mask: Any = batch.inputs["attention_mask"]
     assert mask.lengths == (20, 60, 1, 7)  # round_up(81) is 88
-    assert batch.inputs["position_ids"][0, [0, 19, 20, 79, 80, 81, 87]].tolist() == [0, 19, 0, 59, 0, 0, 6]
+    assert batch.inputs["position_ids"][0, [0, 19, 20, 79, 80, 81, 87]].tolist() == [
+        0,
+        19,
+        0,
+        59,
+        0,
+        0,
+        6,
+    ]
     assert batch.inputs["input_ids"][0, 81:].eq(tokenizer.pad_token_id).all()
     assert batch.token_samples is not None
     assert batch.token_samples[0].tolist() == [0] * 20 + [1] * 60 + [2] + [3] * 7
@@ -165,20 +202,41 @@ def test_a_row(tokenizer: Any) -> None:
         assert tokens <= round_up(tokens) <= tokens * 9 / 8
 
 
-def test_varlen_attn_is_used_in_half_precision_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_varlen_attn_is_used_in_half_precision_without_dropout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     kernel = Mock(wraps=varlen.varlen_attn)
     monkeypatch.setattr(module, "varlen_attn", kernel)
     with torch.device("meta"):
-        packed = Packed((3, 2), 2, 3, torch.zeros(3, dtype=torch.int32), torch.zeros(5, dtype=torch.int64))
+        packed = Packed(
+            (3, 2), 2, 3, torch.zeros(3, dtype=torch.int32), torch.zeros(5, dtype=torch.int64)
+        )
         key = torch.zeros(1, 4, 5, 16, dtype=torch.bfloat16)
-        queries = {(1, 5, 4, 16): key, (2, 1, 4, 16): torch.zeros(2, 4, 1, 16, dtype=torch.bfloat16)}
+        queries = {
+            (1, 5, 4, 16): key,
+            (2, 1, 4, 16): torch.zeros(2, 4, 1, 16, dtype=torch.bfloat16),
+        }
         for shape, query in queries.items():
             assert module.attend(None, query, key, key, None, packed=packed)[0].shape == shape
-            assert module.attend(None, query, key, key, None, packed=packed, sliding_window=3)[0].shape == shape
-        assert [call.kwargs["window_size"] for call in kernel.call_args_list] == [(-1, -1), (2, 2)] * 2
-        for other in ({"dropout": 0.1}, {"key": key.float(), "query": key.float(), "value": key.float()}):
+            assert (
+                module.attend(None, query, key, key, None, packed=packed, sliding_window=3)[0].shape
+                == shape
+            )
+        assert [call.kwargs["window_size"] for call in kernel.call_args_list] == [
+            (-1, -1),
+            (2, 2),
+        ] * 2
+        for other in (
+            {"dropout": 0.1},
+            {"key": key.float(), "query": key.float(), "value": key.float()},
+        ):
             words = {"query": key, "key": key, "value": key, **other}
-            assert module.attend(None, attention_mask=None, packed=packed, **words)[0].shape == (1, 5, 4, 16)
+            assert module.attend(None, attention_mask=None, packed=packed, **words)[0].shape == (
+                1,
+                5,
+                4,
+                16,
+            )
     assert kernel.call_count == 4
 
 
@@ -186,7 +244,12 @@ def test_varlen_attn_is_used_in_half_precision_without_dropout(monkeypatch: pyte
 def test_unsupported_models_are_refused(name: str, load: Models, accelerator: Any) -> None:
     classifier, tokenizer = load(name)
     _, packed = collators_of(tokenizer)
-    refusal(packed.prepare_model, accelerator, classifier, says=["--padding_free", type(classifier).__name__])
+    refusal(
+        packed.prepare_model,
+        accelerator,
+        classifier,
+        says=["--padding_free", type(classifier).__name__],
+    )
 
 
 def test_other_heads_and_attentions_are_refused(load: Models, accelerator: Any) -> None:
@@ -202,7 +265,12 @@ def test_other_heads_and_attentions_are_refused(load: Models, accelerator: Any) 
         fine(**packed(np.arange(7)).inputs)
     packed.prepare_model(accelerator, fine)
     for reads in ({"output_hidden_states": True}, {"output_attentions": True}):
-        refusal(fine, **packed(np.arange(7)).inputs, **reads, says=["--padding_free", "hidden states and attentions"])
+        refusal(
+            fine,
+            **packed(np.arange(7)).inputs,
+            **reads,
+            says=["--padding_free", "hidden states and attentions"],
+        )
 
 
 def test_settings() -> None:
@@ -218,7 +286,9 @@ def test_settings() -> None:
 
 def test_tokens_without_padding() -> None:
     """Equal losses, under every strategy, too: tests/test_sameness.py."""
-    padded, free = (lines_of(runs("single")[name] / "metrics.jsonl") for name in ("pairs", "padding-free"))
+    padded, free = (
+        lines_of(runs("single")[name] / "metrics.jsonl") for name in ("pairs", "padding-free")
+    )
     assert [line["tokens"] for line in free] == [line["tokens"] for line in padded]
     assert {line["padding"] for line in free} == {0}
     assert max(line["padding"] for line in padded) > 0.01

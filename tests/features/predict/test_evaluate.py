@@ -24,7 +24,9 @@ from toolkit.features.predict.command import _choose_output
 from toolkit.features.predict.evaluate import _output_folder, evaluate_file
 
 
-def labels_of_file(labels: Labels, columns: dict[str, list[Any]], model: Any = "none", name: str | None = None) -> Any:
+def labels_of_file(
+    labels: Labels, columns: dict[str, list[Any]], model: Any = "none", name: str | None = None
+) -> Any:
     table = Table(datasets.Dataset.from_dict({"text": ["good", "bad"], **columns}), "new.csv", "")
     in_file: Any = choose_labels(str(model), table, name, labels)
     return in_file.encode(table, np.arange(2)).tolist()
@@ -44,12 +46,23 @@ def test_columns_are_matched_by_name() -> None:
     classes = Labels(MULTI, ("finance", "sport"), ())
     assert labels_of_file(classes, columns, name="sport,finance") == [[0, 1], [0, 0]]
     outputs = Labels("regression", ("price", "taste"), ())
-    assert labels_of_file(outputs, {"taste": [1.5, 2], "price": [9, 8]}, name="taste,price") == [[9, 1.5], [8, 2]]
+    assert labels_of_file(outputs, {"taste": [1.5, 2], "price": [9, 8]}, name="taste,price") == [
+        [9, 1.5],
+        [8, 2],
+    ]
     says = ["sport, price", "finance, sport"]
-    refusal(labels_of_file, classes, {"sport": [1, 0], "price": [0, 0]}, name="sport,price", says=says)
+    refusal(
+        labels_of_file, classes, {"sport": [1, 0], "price": [0, 0]}, name="sport,price", says=says
+    )
     # lists of class ids, not of a 0 or 1 for each class, where there are more classes
-    assert labels_of_file(Labels(MULTI, ("0", "1", "2"), ()), {"label": ["0|1", "0|1"]}) == [[1, 1, 0]] * 2
-    assert labels_of_file(Labels(MULTI, ("0", "1", "2"), ()), {"label": [[0, 1], [0, 1]]}) == [[1, 1, 0]] * 2
+    assert (
+        labels_of_file(Labels(MULTI, ("0", "1", "2"), ()), {"label": ["0|1", "0|1"]})
+        == [[1, 1, 0]] * 2
+    )
+    assert (
+        labels_of_file(Labels(MULTI, ("0", "1", "2"), ()), {"label": [[0, 1], [0, 1]]})
+        == [[1, 1, 0]] * 2
+    )
 
 
 def test_labels_of_the_training_run(tmp_path: Path) -> None:
@@ -91,12 +104,21 @@ def test_pairs_and_the_model_that_processes_compare(
     that also name them in the cache."""
     labels = Labels("single_label_classification", ("a", "b"), ("label",))
     model = classifier(sharp_model, tmp_path / "model", labels)
-    (tmp_path / "pairs.csv").write_text("text,reply,label\ngood film,,a\n" + "bad room,fine,b\n" * 5)
+    (tmp_path / "pairs.csv").write_text(
+        "text,reply,label\ngood film,,a\n" + "bad room,fine,b\n" * 5
+    )
     facts: list[dict[str, Any]] = []
     monkeypatch.setattr(launch, "require_equal", lambda *arguments: facts.append(arguments[2]))
 
     def evaluate(*more: str) -> None:
-        words = ["evaluate", str(model), str(tmp_path / "pairs.csv"), "--mixed_precision", "no", *more]
+        words = [
+            "evaluate",
+            str(model),
+            str(tmp_path / "pairs.csv"),
+            "--mixed_precision",
+            "no",
+            *more,
+        ]
         evaluate_file(build_parser().parse_args(words))
 
     options = SimpleNamespace(file="new.CSV.gz", output_dir=None)
@@ -108,10 +130,16 @@ def test_pairs_and_the_model_that_processes_compare(
         refusal(_choose_output, predict, says=[str(tmp_path), "--output"])
     evaluate("--text_pair", "reply")
     assert re.search(r"\b1 of 6 rows .*\(rows 1\)", capsys.readouterr().err)
-    assert [line["id"] for line in lines_of(tmp_path / "pairs.evaluation" / "predictions.jsonl")] == list(range(6))
-    assert "· pairs.evaluation<" in (tmp_path / "pairs.evaluation" / "report.html").read_text(encoding="utf-8")
+    assert [
+        line["id"] for line in lines_of(tmp_path / "pairs.evaluation" / "predictions.jsonl")
+    ] == list(range(6))
+    assert "· pairs.evaluation<" in (tmp_path / "pairs.evaluation" / "report.html").read_text(
+        encoding="utf-8"
+    )
     (model / "decisions.json").write_text('{"labels": ["a", "b"], "temperature": 2.0}')
     evaluate("--text_pair", "reply", "--overwrite")
     assert len({each["model"] for each in facts}) == len(facts) == 2
-    (tmp_path / "config.json").write_text('{"settings": {}, "data": {"text_pair": "second"}}')  # of the model's run
+    (tmp_path / "config.json").write_text(
+        '{"settings": {}, "data": {"text_pair": "second"}}'
+    )  # of the model's run
     refusal(evaluate, "--overwrite", says=["pairs.csv has no column 'second'", "--text_pair"])

@@ -57,13 +57,26 @@ def predicted(
 ) -> Predict:  # fmt: skip
     """`predicted("out.csv", shard="1/3", window=16)` -> where the output is."""
     source = tmp_path / "rows.csv"
-    pd.DataFrame({"id": [f"{row:03d}" for row in range(ROWS)], "text": texts}).to_csv(source, index=False)
+    pd.DataFrame({"id": [f"{row:03d}" for row in range(ROWS)], "text": texts}).to_csv(
+        source, index=False
+    )
 
-    def run(name: str, *more: str, window: int = 16, source: Path = source, model: Path = model) -> Path:
+    def run(
+        name: str, *more: str, window: int = 16, source: Path = source, model: Path = model
+    ) -> Path:
         for module in (table, text_files, read):
             monkeypatch.setattr(module, "BATCH_ROWS", 8)
         monkeypatch.setattr(predict_file, "WINDOW_ROWS", window)
-        words = ["predict", model, source, "--output", tmp_path / name, "--mixed_precision", "no", *more]
+        words = [
+            "predict",
+            model,
+            source,
+            "--output",
+            tmp_path / name,
+            "--mixed_precision",
+            "no",
+            *more,
+        ]
         predict_file.predict_file(build_parser().parse_args([str(word) for word in words]))
         return tmp_path / name
 
@@ -79,7 +92,9 @@ def assert_same(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> N
     pd.testing.assert_frame_equal(pd.DataFrame(rows), pd.DataFrame(expected), rtol=0, atol=2e-6)
 
 
-def test_windows_and_repeated_texts(predicted: Predict, texts: list[str], tmp_path: Path, capsys: Any) -> None:
+def test_windows_and_repeated_texts(
+    predicted: Predict, texts: list[str], tmp_path: Path, capsys: Any
+) -> None:
     whole = rows_of(predicted("whole.csv", window=10**6))
     assert [row["text"] for row in whole] == texts
     assert [row["id"] for row in whole] == [f"{row:03d}" for row in range(ROWS)]
@@ -93,8 +108,13 @@ def test_windows_and_repeated_texts(predicted: Predict, texts: list[str], tmp_pa
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["ddp x2", pytest.param("zero3 x2", marks=pytest.mark.slow)])
-def test_ranks_share_windows(predicted: Predict, model: Path, tmp_path: Path, toolkit_cache: Path, way: str) -> None:
-    whole, words = predicted("whole.csv"), [model, tmp_path / "rows.csv", "--mixed_precision", "no", "--output"]
+def test_ranks_share_windows(
+    predicted: Predict, model: Path, tmp_path: Path, toolkit_cache: Path, way: str
+) -> None:
+    whole, words = (
+        predicted("whole.csv"),
+        [model, tmp_path / "rows.csv", "--mixed_precision", "no", "--output"],
+    )
     run_jobs(tmp_path / "jobs", WAYS[way], [["tests.predict_worker", *words, tmp_path / "out.csv", *shard]
                                             for shard in (["--shard", "2/3"], [])])  # fmt: skip
     assert_same(rows_of(tmp_path / "out.csv"), rows_of(whole))
@@ -105,32 +125,49 @@ def test_shards_join_in_order(predicted: Predict, tmp_path: Path) -> None:
     whole = predicted("whole.csv").read_bytes()
     predicted("out.csv", "--shard", "2/3")
     assert not (tmp_path / "out.csv").exists()
-    refusal(predicted, "out.csv", "--join", match=r"out.csv.parts lacks rows 1 to 16, 33 to 64 of 70")
+    refusal(
+        predicted, "out.csv", "--join", match=r"out.csv.parts lacks rows 1 to 16, 33 to 64 of 70"
+    )
     predicted("out.csv", "--shard", "3/3")
     other = "holds parts of another prediction"  # and --join removes none
     refusal(predicted, "out.csv", "--join", "--overwrite", "--max_length", "8", match=other)
-    (joining := tmp_path / "out.csv.parts" / "joining").mkdir()  # left by a process killed while it joined
+    (
+        joining := tmp_path / "out.csv.parts" / "joining"
+    ).mkdir()  # left by a process killed while it joined
     predicted("out.csv", "--shard", "1/3")
     assert joining.exists()
     assert predicted("out.csv", "--join").read_bytes() == whole
     for shard in ("1/2", "2/2"):  # the last one joins
         predicted("other.csv", "--shard", shard)
     assert (tmp_path / "other.csv").read_bytes() == whole
-    (even := tmp_path / "even.csv").write_text("text\n" + "good film\n" * 32)  # equally many rows in both shards
+    (even := tmp_path / "even.csv").write_text(
+        "text\n" + "good film\n" * 32
+    )  # equally many rows in both shards
     for shard in ("1/2", "2/2"):
         predicted("even-out.csv", "--shard", shard, source=even)
     assert len(rows_of(tmp_path / "even-out.csv")) == 32
     for wrong in ("0/3", "4/3", "2", "a/b"):
         refusal(predicted, "third.csv", "--shard", wrong, match="write 3/64")
-    refusal(predicted, "third.csv", "--per_device_batch_size", "0", match="'0' is not a number from 1")
+    refusal(
+        predicted, "third.csv", "--per_device_batch_size", "0", match="'0' is not a number from 1"
+    )
     pattern = build_parser().parse_args(["predict", "m", "part-*.csv.gz"])  # of files
     refusal(predict_file._choose_output, pattern, match="--output")
     texts = build_parser().parse_args(["predict", "m", "--text", "a", "--output", "b.csv"])
     refusal(predict_file.predict_file, texts, match="--output has no effect with --text")
-    refusal(predict_file._columns, Answers(), [], Path("out.csv"), "top-2", match="--probabilities top-2")
+    refusal(
+        predict_file._columns,
+        Answers(),
+        [],
+        Path("out.csv"),
+        "top-2",
+        match="--probabilities top-2",
+    )
 
 
-def test_a_finished_shard(predicted: Predict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_shard(
+    predicted: Predict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the same file, model and settings it succeeds without computing anything; otherwise it is an error."""
     for shard in ("1/2", "2/2"):
         predicted("out.csv", "--shard", shard)
@@ -142,14 +179,24 @@ def test_a_finished_shard(predicted: Predict, tmp_path: Path, monkeypatch: pytes
             predicted("out.csv", *more)
         for more in ([], ["--shard", "2/2", "--probabilities", "none"]):
             refusal(predicted, "out.csv", *more, match=r"out.csv exists: name another")
-        (part := parts / "part-0000000000-0000000016.csv").touch()  # as if killed before it replaced an older output
+        (
+            part := parts / "part-0000000000-0000000016.csv"
+        ).touch()  # as if killed before it replaced an older output
         refusal(predicted, "out.csv", "--join", match=r"out.csv exists: name another")
         part.unlink()
     plain = rows_of(predicted("out.csv", "--probabilities", "none", "--overwrite"))
     assert list(plain[0]) == ["id", "text", "prediction"]
-    (tmp_path / "out.csv").unlink()  # without it the output may be made again, also with other settings
+    (
+        tmp_path / "out.csv"
+    ).unlink()  # without it the output may be made again, also with other settings
     predicted("out.csv", "--probabilities", "none", "--shard", "1/2")
-    refusal(predicted, "out.csv", "--shard", "2/2", match=r"another prediction \(it differs in probabilities\)")
+    refusal(
+        predicted,
+        "out.csv",
+        "--shard",
+        "2/2",
+        match=r"another prediction \(it differs in probabilities\)",
+    )
     predicted("out.csv", "--overwrite", "--shard", "2/2")
     predicted("out.csv", "--shard", "1/2")
     assert (tmp_path / "out.csv").read_bytes() == whole
@@ -162,13 +209,25 @@ def test_a_killed_process_loses_only_unfinished_windows(
     """A signal after the second of five parts; the same command continues after the finished parts. After Ctrl-C,
     during which one more may be finished, a line counts them."""
     whole, out = predicted("whole.csv").read_bytes(), tmp_path / "out.csv"
-    words = ["tests/predict_worker.py", model, tmp_path / "rows.csv", "--mixed_precision", "no", "--output", out]
-    ended = recipe(*words[1:], script=words[0], env={"KILLED_AT": "16", "KILLED_BY": str(int(number))})
+    words = [
+        "tests/predict_worker.py",
+        model,
+        tmp_path / "rows.csv",
+        "--mixed_precision",
+        "no",
+        "--output",
+        out,
+    ]
+    ended = recipe(
+        *words[1:], script=words[0], env={"KILLED_AT": "16", "KILLED_BY": str(int(number))}
+    )
     parts = sorted(path.name for path in Path(f"{out}.parts").glob("part-*"))
     assert parts[:2] == ["part-0000000000-0000000016.csv", "part-0000000016-0000000032.csv"]
     if number == signal.SIGKILL:
         assert (ended.code, len(parts)) == (-signal.SIGKILL, 2), ended.err
-        Path(f"{out}.parts", ".part-0000000032-0000000048.csv.draft-0123456789abcdef").write_text("half")
+        Path(f"{out}.parts", ".part-0000000032-0000000048.csv.draft-0123456789abcdef").write_text(
+            "half"
+        )
     else:
         assert ended.code == 130, ended.err
         line = next(line for line in ended.err.splitlines() if str(out) in line)
@@ -181,19 +240,30 @@ def test_a_killed_process_loses_only_unfinished_windows(
     assert not Path(f"{out}.parts").exists()
 
 
-def test_rows_without_an_answer_are_counted(predicted: Predict, model: Path, tmp_path: Path, capsys: Any) -> None:
+def test_rows_without_an_answer_are_counted(
+    predicted: Predict, model: Path, tmp_path: Path, capsys: Any
+) -> None:
     unsure = shutil.copytree(model, tmp_path / "unsure")
-    (unsure / "decisions.json").write_text(json.dumps({"labels": ["a", "b", "c"], "abstain_below": 0.4}))
+    (unsure / "decisions.json").write_text(
+        json.dumps({"labels": ["a", "b", "c"], "abstain_below": 0.4})
+    )
     rows = rows_of(predicted("out.csv", model=unsure))
     unanswered = sum(row["prediction"] == "" for row in rows)
     assert 0 < unanswered < ROWS
-    assert re.search(rf"\b{unanswered} of {ROWS} rows .*0.4.*abstain_below", capsys.readouterr().err)
+    assert re.search(
+        rf"\b{unanswered} of {ROWS} rows .*0.4.*abstain_below", capsys.readouterr().err
+    )
 
 
-def test_the_quoting_of_the_training_file_is_used(predicted: Predict, model: Path, tmp_path: Path, capsys: Any) -> None:
+def test_the_quoting_of_the_training_file_is_used(
+    predicted: Predict, model: Path, tmp_path: Path, capsys: Any
+) -> None:
     """Double quotes within texts reach the model and the output; for a file of another format the default holds."""
     shutil.copytree(model, tmp_path / "run" / "model")
-    config = {"settings": {"train_file": "train.TSV.gz", "quoting": "none"}, "data": {"text_column": "text"}}
+    config = {
+        "settings": {"train_file": "train.TSV.gz", "quoting": "none"},
+        "data": {"text_column": "text"},
+    }
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
     texts = ['"a good film"', '""', 'he said "dull"', "fine"]
 
@@ -206,9 +276,14 @@ def test_the_quoting_of_the_training_file_is_used(predicted: Predict, model: Pat
     assert [line.split("\t")[0] for line in lines] == ["text", *texts]
     assert "--quoting none" in capsys.readouterr().err
     assert [row["text"] for row in rows_of(predict(content, "a.tsv", "out.csv"))] == texts
-    explicit = predict('text\n"a good film"\n', "explicit.tsv", "as-csv.tsv", "--quoting", "csv").read_text()
+    explicit = predict(
+        'text\n"a good film"\n', "explicit.tsv", "as-csv.tsv", "--quoting", "csv"
+    ).read_text()
     assert explicit.splitlines()[1].startswith("a good film\t")
-    assert rows_of(predict('text\n"a good, long film"\n', "b.csv", "b-out.csv"))[0]["text"] == "a good, long film"
+    assert (
+        rows_of(predict('text\n"a good, long film"\n', "b.csv", "b-out.csv"))[0]["text"]
+        == "a good, long film"
+    )
     parts = Parts(tmp_path / "t.tsv", "utf-8", unquoted=True)
     written = pa.table({"text": ["x"]}), {"prediction": ["a\tb"]}
     refusal(parts.write, 0, *written, match="t.tsv: .* name an --output .*jsonl")
@@ -234,7 +309,12 @@ def test_a_file_without_a_header(predicted: Predict, tmp_path: Path, capsys: Any
     (tmp_path / "plain.csv").write_text("1,good film\n2,bad\n")
     assert len(rows_of(predicted("out.csv", source=tmp_path / "plain.csv"))) == 1
     names = re.search(r"--column_names (\S+)", capsys.readouterr().err)
-    assert len(rows_of(predicted("all.csv", "--column_names", names[1], source=tmp_path / "plain.csv"))) == 2
+    assert (
+        len(
+            rows_of(predicted("all.csv", "--column_names", names[1], source=tmp_path / "plain.csv"))
+        )
+        == 2
+    )
 
 
 TYPED = ["good film", "很 dull book"]
@@ -243,7 +323,9 @@ TYPED = ["good film", "很 dull book"]
 def test_strings_without_their_type(predicted: Predict, tmp_path: Path) -> None:
     """In Parquet, as of older Spark, are read as in training; lists are no texts."""
     probabilities = []
-    for number, texts in enumerate((TYPED, [text.encode() for text in TYPED], [[text] for text in TYPED])):
+    for number, texts in enumerate(
+        (TYPED, [text.encode() for text in TYPED], [[text] for text in TYPED])
+    ):
         pq.write_table(pa.table({"text": texts}), tmp_path / f"{number}.parquet")
         predict = partial(predicted, f"{number}.jsonl", source=tmp_path / f"{number}.parquet")
         if number == 2:
@@ -263,7 +345,9 @@ def test_cells_are_written_as_they_were_read(tmp_path: Path) -> None:
     prediction = {"prediction": cells["prediction"]}
     for name in ("out.csv", "out.tsv", "out.jsonl"):
         parts = Parts(tmp_path / name, "utf-8")
-        parts.write(0, pa.table({name: cells[name] for name in cells if name not in prediction}), prediction)
+        parts.write(
+            0, pa.table({name: cells[name] for name in cells if name not in prediction}), prediction
+        )
         parts.join(in_shards=False)
     expected = [dict(zip(cells, row, strict=True)) for row in zip(*cells.values(), strict=True)]
     assert lines_of(tmp_path / "out.jsonl") == expected
@@ -272,7 +356,10 @@ def test_cells_are_written_as_they_were_read(tmp_path: Path) -> None:
     for name, delimiter in (("out.csv", ","), ("out.tsv", "\t")):
         with (tmp_path / name).open(encoding="utf-8", newline="") as file:
             header, *rows = csv.reader(file, delimiter=delimiter)
-        assert dict(zip(header, map(list, zip(*rows, strict=True)), strict=True)) == {**cells, **written}
+        assert dict(zip(header, map(list, zip(*rows, strict=True)), strict=True)) == {
+            **cells,
+            **written,
+        }
 
 
 def test_a_row_in_two_parts_is_an_error(tmp_path: Path) -> None:
@@ -291,15 +378,26 @@ def test_a_folder_that_another_job_has_taken(tmp_path: Path) -> None:
     for parts in (first, second):
         parts.open(overwrite=False)
     second.write(0, rows, predictions)
-    refusal(first.write, 1, rows, predictions, match="out.csv.parts belongs to another prediction now")
+    refusal(
+        first.write, 1, rows, predictions, match="out.csv.parts belongs to another prediction now"
+    )
     assert second.finished() == {0: 1}
 
 
 def test_the_output_has_the_encoding_of_the_input(predicted: Predict, tmp_path: Path) -> None:
     rows = "".join(f"很好{row},{row}\n" for row in range(40))
     (tmp_path / "a.csv").write_text(f"text,评\n{rows}", encoding="gb18030")
-    out = predicted("out.csv", "--encoding", "gb18030", source=tmp_path / "a.csv").read_text(encoding="gb18030")
-    assert [line.split(",")[:2] for line in out.splitlines()][:2] == [["text", "评"], ["很好0", "0"]]
+    out = predicted("out.csv", "--encoding", "gb18030", source=tmp_path / "a.csv").read_text(
+        encoding="gb18030"
+    )
+    assert [line.split(",")[:2] for line in out.splitlines()][:2] == [
+        ["text", "评"],
+        ["很好0", "0"],
+    ]
     assert len(out.splitlines()) == 41
     (tmp_path / "b.csv").write_text("text\n很好\n", encoding="utf-8-sig")  # as Excel saves UTF-8
-    assert predicted("b_out.csv", source=tmp_path / "b.csv").read_bytes().startswith("\ufefftext,".encode())
+    assert (
+        predicted("b_out.csv", source=tmp_path / "b.csv")
+        .read_bytes()
+        .startswith("\ufefftext,".encode())
+    )

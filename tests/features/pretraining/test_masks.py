@@ -15,7 +15,13 @@ from tests.faults import refusal
 from toolkit.config import build
 from toolkit.data.read import read_tables
 from toolkit.features.pretraining import data as module
-from toolkit.features.pretraining.data import Draw, MaskedSplit, MaskingCollator, draw_masks, special_tokens
+from toolkit.features.pretraining.data import (
+    Draw,
+    MaskedSplit,
+    MaskingCollator,
+    draw_masks,
+    special_tokens,
+)
 from toolkit.features.pretraining.settings import PretrainSettings
 from toolkit.features.pretraining.words import word_starts, words_of
 
@@ -38,10 +44,14 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("marked", [*ENGLISH, *CHINESE, *MIXED, "می\u200cخواهم| |بروم", "क्\u200dष| |ไทย|\u200b|ไทย"])
+@pytest.mark.parametrize(
+    "marked", [*ENGLISH, *CHINESE, *MIXED, "می\u200cخواهم| |بروم", "क्\u200dष| |ไทย|\u200b|ไทย"]
+)
 def test_words_are_those_separated_by_hand(marked: str) -> None:
     text = marked.replace("|", "")
-    assert [text[start:end] for start, end in words_of(text)] == [part for part in marked.split("|") if part.strip()]
+    assert [text[start:end] for start, end in words_of(text)] == [
+        part for part in marked.split("|") if part.strip()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -66,20 +76,30 @@ def test_words_of_tokens(kind: str, marked: str, tokenizers: dict[str, Any]) -> 
     assert sum(starts) < len(starts) or kind != "bpe"
 
 
-def draw_places(draw: Draw, row: int, maskable: np.ndarray, starts: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+def draw_places(
+    draw: Draw, row: int, maskable: np.ndarray, starts: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
     chosen, random = draw_masks(draw, np.array([row]), np.array([len(maskable)]), maskable, starts)
     return np.flatnonzero(chosen), random
 
 
-def sequential(draw: Draw, row: int, maskable: np.ndarray, starts: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+def sequential(
+    draw: Draw, row: int, maskable: np.ndarray, starts: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
     """`draw_masks` of one sample, word by word."""
     key = np.array([draw.seed, draw.epoch], np.uint64)
-    generator = np.random.Generator(np.random.Philox(key=key, counter=np.array([0, row, 0, 0], np.uint64)))
+    generator = np.random.Generator(
+        np.random.Philox(key=key, counter=np.array([0, row, 0, 0], np.uint64))
+    )
     positions = np.flatnonzero(maskable)
     count = int(module.count_masked(np.array(len(positions)), draw.probability))
     words = np.arange(len(positions)) if starts is None else np.cumsum(starts)[positions]
     _, first, sizes = np.unique(words, return_index=True, return_counts=True)
-    order, selected, too_long = generator.random(len(first)).argsort(kind="stable"), list[int](), list[int]()
+    order, selected, too_long = (
+        generator.random(len(first)).argsort(kind="stable"),
+        list[int](),
+        list[int](),
+    )
     for begin, size in zip(first[order].tolist(), sizes[order].tolist(), strict=True):
         if size <= count - len(selected):
             selected += range(begin, begin + size)
@@ -103,7 +123,9 @@ def test_samples_together_have_the_masks_of_each_alone(longest: int, probability
         ends = lengths.cumsum()
         for row, begin, end in zip(rows.tolist(), ends - lengths, ends, strict=True):
             part = slice(begin, end)
-            places, numbers = sequential(draw, row, maskable[part], None if starts is None else starts[part])
+            places, numbers = sequential(
+                draw, row, maskable[part], None if starts is None else starts[part]
+            )
             assert np.flatnonzero(chosen[part]).tolist() == places.tolist()
             assert random[: len(places)].tolist() == numbers.tolist()
             random = random[len(places) :]
@@ -156,7 +178,9 @@ def test_masks_depend_on_seed_epoch_and_row_and_are_uniform() -> None:
     drawn = [places(*key) for key in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2**70, 1, 1))]
     assert len({tuple(each) for each in drawn}) == 5
     assert places(1, 1, 1) == drawn[0]
-    frequency = np.bincount(np.concatenate([places(7, 1, row) for row in range(4000)]), minlength=40) / 4000
+    frequency = (
+        np.bincount(np.concatenate([places(7, 1, row) for row in range(4000)]), minlength=40) / 4000
+    )
     assert frequency[[0, 39]].tolist() == [0, 0]
     assert frequency[1:39] == pytest.approx(10 / 38, abs=0.04)
 
@@ -179,15 +203,23 @@ def test_a_batch_holds_the_original_tokens(words: bool, tokenizer: Any) -> None:
     split = split_of([9, 0, 30, 17], words)
     collate = collator_of(split, tokenizer).at(epoch=1, progress=0.5)
     batch = collate(np.arange(4))
-    ids, positions, truth = (batch.inputs[name] for name in ("input_ids", "target_positions", "target_ids"))
-    assert (truth != -100).sum(1).tolist() == collate.loss_denominators(np.arange(4)).tolist() == [3, 0, 9, 5]
+    ids, positions, truth = (
+        batch.inputs[name] for name in ("input_ids", "target_positions", "target_ids")
+    )
+    assert (
+        (truth != -100).sum(1).tolist()
+        == collate.loss_denominators(np.arange(4)).tolist()
+        == [3, 0, 9, 5]
+    )
     assert torch.equal(batch.labels, truth)
     for row in range(4):
         original = torch.from_numpy(split.tokens(row).astype(np.int64))
         there = positions[row][truth[row] != -100]
         assert torch.equal(original[there], truth[row][truth[row] != -100])
         changed = original != ids[row, : len(original)]
-        assert not (changed.nonzero().flatten()[:, None] != there).all(1).any()  # nothing else is replaced
+        assert (
+            not (changed.nonzero().flatten()[:, None] != there).all(1).any()
+        )  # nothing else is replaced
     alone = collate(np.array([2]))  # equal masks in any batch
     assert torch.equal(alone.inputs["input_ids"][0], ids[2, :32])
     assert collate(np.zeros(0, np.int64)).weights.tolist() == [0]
@@ -201,7 +233,10 @@ def test_eighty_ten_ten(tokenizer: Any) -> None:
     split = split_of([60] * 400)
     batch = collator_of(split, tokenizer).at(0, 0)(np.arange(400))
     truth, ids = batch.labels, batch.inputs["input_ids"].gather(1, batch.inputs["target_positions"])
-    masked, unchanged = (ids == tokenizer.mask_token_id).float().mean(), (ids == truth).float().mean()
+    masked, unchanged = (
+        (ids == tokenizer.mask_token_id).float().mean(),
+        (ids == truth).float().mean(),
+    )
     assert truth.shape == (400, 24)
     assert masked == pytest.approx(0.8, abs=0.01)
     assert unchanged == pytest.approx(0.1 + 0.1 / 122, abs=0.01)
@@ -213,11 +248,15 @@ def test_eighty_ten_ten(tokenizer: Any) -> None:
 def test_the_schedule_and_the_fixed_masks_of_an_evaluation(tokenizer: Any) -> None:
     split = split_of([100])
     collate = collator_of(split, tokenizer)
-    numbers = [collate.at(0, progress).loss_denominators(np.arange(1)).tolist() for progress in (0, 0.5, 1)]
+    numbers = [
+        collate.at(0, progress).loss_denominators(np.arange(1)).tolist() for progress in (0, 0.5, 1)
+    ]
     assert numbers == [[40], [30], [20]]
     assert collate.draw == module.EVALUATION_DRAW
     assert (collate(np.arange(1)).labels != -100).sum() == split.loss_denominators().sum() == 15
-    assert torch.equal(collate(np.arange(1)).labels, collator_of(split, tokenizer)(np.arange(1)).labels)
+    assert torch.equal(
+        collate(np.arange(1)).labels, collator_of(split, tokenizer)(np.arange(1)).labels
+    )
 
 
 def test_texts_become_counts_and_words(
@@ -243,7 +282,12 @@ def test_texts_without_a_token_to_mask(prepared: Callable[..., Any]) -> None:
     rows = [{"text": text} for text in ("[MASK] [SEP]", "😀 😀")]
     says = ["train_file.jsonl", "special and unknown tokens only", "--text_column", "tokenizer"]
     refusal(prepared, rows, PretrainSettings, validation_file=rows, says=says)
-    said = refusal(prepared, [{"text": " "}] * 2, PretrainSettings, says=["every text in column 'text' is empty"])
+    said = refusal(
+        prepared,
+        [{"text": " "}] * 2,
+        PretrainSettings,
+        says=["every text in column 'text' is empty"],
+    )
     assert "--text_column" not in said  # there is no other
 
 
@@ -269,7 +313,14 @@ def test_a_text_is_a_line_or_a_paragraph(tmp_path: Path) -> None:
     paragraphs = read_tables(settings.data, labelled=False)["train"]
     assert list(paragraphs.rows["text"]) == ["good film\nbad book", "fine story"]
     lines = read_tables(build(PretrainSettings, files).data, labelled=False)["train"]
-    assert [line.strip() for line in lines.rows["text"]] == ["good film", "bad book", "", "", "", "fine story"]
+    assert [line.strip() for line in lines.rows["text"]] == [
+        "good film",
+        "bad book",
+        "",
+        "",
+        "",
+        "fine story",
+    ]
     refusal(read_tables, settings.data, match="toolkit predict")
 
 
@@ -277,4 +328,6 @@ def test_a_text_is_a_line_or_a_paragraph(tmp_path: Path) -> None:
 def test_a_probability_out_of_range(value: str) -> None:
     refusal(build, PretrainSettings, {"mlm_probability": value}, match="mlm_probability")
     for valid in (0.15, "0.30:0.15"):
-        assert build(PretrainSettings, {"mlm_probability": valid}).masking.mlm_probability == str(valid)
+        assert build(PretrainSettings, {"mlm_probability": valid}).masking.mlm_probability == str(
+            valid
+        )

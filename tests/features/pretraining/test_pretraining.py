@@ -11,7 +11,14 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertForMaskedLM, pipeline
+from transformers import (
+    AutoConfig,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    pipeline,
+)
 
 from tests import inputs
 from tests.architectures import make_architecture
@@ -25,7 +32,11 @@ from toolkit.data.tokens import load_split, load_tokenizer
 from toolkit.features.pretraining import model as masked_model
 from toolkit.features.pretraining.data import MaskedSplit, MaskingCollator
 from toolkit.features.pretraining.feature import FEATURE
-from toolkit.features.pretraining.model import load_masked_model, predict_masked_only, with_new_tokens
+from toolkit.features.pretraining.model import (
+    load_masked_model,
+    predict_masked_only,
+    with_new_tokens,
+)
 from toolkit.features.pretraining.settings import EncoderSettings, PretrainSettings
 from toolkit.report.comparison import compare
 from toolkit.utils.cache import cache_folder
@@ -58,7 +69,9 @@ def models(texts: list[str]) -> Runs:
 def data(texts: list[str]) -> list[Any]:
     def make(folder: Path) -> None:
         for name, some in (("train", texts[:64]), ("validation", texts[64:])):
-            (folder / f"{name}.txt").write_text("".join(f"{text}\n" for text in some), encoding="utf-8")
+            (folder / f"{name}.txt").write_text(
+                "".join(f"{text}\n" for text in some), encoding="utf-8"
+            )
 
     folder = inputs.shared("masked texts", make)
     return ["--train_file", folder / "train.txt", "--validation_file", folder / "validation.txt"]
@@ -76,7 +89,9 @@ def masked(models: Runs, data: list[Any]) -> Masked:
         job += ["--mlm_probability", 0.3 if name == "BERT" else PROBABILITY]
         job += [] if name == "XLM-R" else ["--whole_word_mask", "true"]
         job += ["--gradient_checkpointing", "true"] if name == "RoBERTa" else []
-        module = "recipes.pretrain" if way == "single" else "tests.features.pretraining.parts_worker"
+        module = (
+            "recipes.pretrain" if way == "single" else "tests.features.pretraining.parts_worker"
+        )
         return runs(way).run(f"masked {name} {kind}".strip(), module, [*job, *more])
 
     return run
@@ -90,7 +105,9 @@ def single(masked: Masked, models: Runs) -> Runs:
 
 @pytest.fixture(scope="module")
 def stopped(masked: Masked) -> Path:
-    return masked("zero3 x2", "BERT", "stopped", "--max_steps", STOPPED, "--checkpoint_every", STOPPED)
+    return masked(
+        "zero3 x2", "BERT", "stopped", "--max_steps", STOPPED, "--checkpoint_every", STOPPED
+    )
 
 
 def assert_same(run: Path, reference: Path) -> None:
@@ -100,7 +117,10 @@ def assert_same(run: Path, reference: Path) -> None:
     assert (mine["num_samples"], mine["masked_tokens"]) == (16, theirs["masked_tokens"])
     assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
     assert mine["masked_accuracy"] == pytest.approx(theirs["masked_accuracy"], abs=1e-9)
-    rows = [[line["id"] for line in lines_of(folder / "predictions.jsonl")] for folder in (run, reference)]
+    rows = [
+        [line["id"] for line in lines_of(folder / "predictions.jsonl")]
+        for folder in (run, reference)
+    ]
     assert rows == [list(range(16))] * 2
 
 
@@ -150,11 +170,16 @@ def test_a_plain_loop_has_the_same_losses(single: Runs, models: Runs) -> None:
     options = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
     model, losses = BertForMaskedLM.from_pretrained(models["BERT"], **options), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0)
-    split, tokenizer = split_of(single["BERT"], "train"), AutoTokenizer.from_pretrained(models["BERT"])
+    split, tokenizer = (
+        split_of(single["BERT"], "train"),
+        AutoTokenizer.from_pretrained(models["BERT"]),
+    )
     collate = MaskingCollator(split, tokenizer, CPU, SEED, (0.3, 0.3))
     for number in range(STEPS):
         epoch, place = divmod(number, 6)
-        batch = collate.at(epoch, number / STEPS)(GlobalBatches(split.lengths, 11, SEED, epoch)[place])
+        batch = collate.at(epoch, number / STEPS)(
+            GlobalBatches(split.lengths, 11, SEED, epoch)[place]
+        )
         loss = model(**as_transformers(batch.inputs)).loss  # over all masked tokens of the batch
         loss.backward()
         optimizer.step()
@@ -169,7 +194,9 @@ def test_the_saved_model_is_what_was_evaluated(name: str, single: Runs) -> None:
     run = single[name]
     model, loading = AutoModelForMaskedLM.from_pretrained(run / "model", output_loading_info=True)
     assert not any(loading[kind] for kind in ("unexpected_keys", "mismatched_keys"))
-    assert not [key for key in loading["missing_keys"] if "pooler" not in key]  # BigBird's class has one
+    assert not [
+        key for key in loading["missing_keys"] if "pooler" not in key
+    ]  # BigBird's class has one
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
     split = split_of(run, "validation")
@@ -177,7 +204,9 @@ def test_the_saved_model_is_what_was_evaluated(name: str, single: Runs) -> None:
     for index in range(len(split)):
         inputs = as_transformers(collate(np.array([index])).inputs)
         labels = inputs.pop("labels")
-        if name == "BigBird":  # transformers switches to full attention for good at the first short text
+        if (
+            name == "BigBird"
+        ):  # transformers switches to full attention for good at the first short text
             model.bert.set_attention_type("block_sparse")
         with torch.no_grad():
             logits = model.eval()(**inputs).logits[labels != -100]
@@ -216,7 +245,9 @@ def test_a_sharded_checkpoint_is_converted(stopped: Path, tmp_path: Path) -> Non
 def masked_inputs(tokens: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(5, 100, (3, tokens), generator=generator)
-    places = torch.stack([torch.randperm(tokens, generator=generator)[:5].sort()[0] for _ in range(3)])
+    places = torch.stack(
+        [torch.randperm(tokens, generator=generator)[:5].sort()[0] for _ in range(3)]
+    )
     truth = torch.randint(5, 100, (3, 5), generator=generator)
     truth[2, 3:] = -100
     return {"input_ids": ids, "target_positions": places, "target_ids": truth}
@@ -230,15 +261,35 @@ def test_heads_that_read_the_weights_of_the_decoder() -> None:
     }.items():
         config = AutoConfig.for_model(kind, vocab_size=60, hidden_size=24, num_hidden_layers=1, num_attention_heads=2,
                                       intermediate_size=8, **options)  # fmt: skip
-        refusal(predict_masked_only, AutoModelForMaskedLM.from_config(config), cross_entropy, says=["another encoder"])
+        refusal(
+            predict_masked_only,
+            AutoModelForMaskedLM.from_config(config),
+            cross_entropy,
+            says=["another encoder"],
+        )
 
 
 def test_a_loss_of_padding_is_refused(models: Runs) -> None:
     model = AutoModelForMaskedLM.from_pretrained(models["BERT"])
-    refusal(predict_masked_only, model, lambda *each: cross_entropy(*each) + 0.1, says=["(truth != -100)"])
+    refusal(
+        predict_masked_only,
+        model,
+        lambda *each: cross_entropy(*each) + 0.1,
+        says=["(truth != -100)"],
+    )
 
 
-OTHERS = ["ERNIE", "DistilBERT", "ALBERT", "DeBERTa-v2", "DeBERTa-v3", "EuroBERT", "NomicBERT", "GTE", "Longformer"]
+OTHERS = [
+    "ERNIE",
+    "DistilBERT",
+    "ALBERT",
+    "DeBERTa-v2",
+    "DeBERTa-v3",
+    "EuroBERT",
+    "NomicBERT",
+    "GTE",
+    "Longformer",
+]
 
 
 @pytest.mark.parametrize("name", [*SEVERAL, "BigBird", *OTHERS])
@@ -257,7 +308,9 @@ def test_logits_at_masked_positions_in_parts(
     expected.sum().backward()
     right = (masked_logits.argmax(-1) == truth).float()
     argmax, widest = torch.Tensor.argmax, []
-    monkeypatch.setattr(torch.Tensor, "argmax", lambda rows, dim: widest.append(len(rows)) or argmax(rows, dim))
+    monkeypatch.setattr(
+        torch.Tensor, "argmax", lambda rows, dim: widest.append(len(rows)) or argmax(rows, dim)
+    )
     for most in (10**9, 4 * masked.get_output_embeddings().out_features):
         monkeypatch.setattr(masked_model, "MAX_LOGITS", most)
         masked.zero_grad()
@@ -275,27 +328,43 @@ def test_logits_at_masked_positions_in_parts(
     torch.testing.assert_close(copied(**inputs).logits[..., 0], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_models_without_a_head(texts: list[str], tiny_model: Path, data: list[Any], tmp_path: Path) -> None:
+def test_models_without_a_head(
+    texts: list[str], tiny_model: Path, data: list[Any], tmp_path: Path
+) -> None:
     finished = recipe("--model_name_or_path", tiny_model, *data, script="recipes/pretrain.py")
     finished.says_in_one_line("masked-language head", "--new_head true", "cls.predictions")
-    settings, tokenizer = EncoderSettings(model_name_or_path=str(tiny_model), new_head=True), load_tokenizer
-    made = [load_masked_model(settings, tokenizer(settings), cross_entropy, seed) for seed in (1, 1, 2)]
+    settings, tokenizer = (
+        EncoderSettings(model_name_or_path=str(tiny_model), new_head=True),
+        load_tokenizer,
+    )
+    made = [
+        load_masked_model(settings, tokenizer(settings), cross_entropy, seed) for seed in (1, 1, 2)
+    ]
     heads = [model.cls.predictions.transform.dense.weight for model in made]
     assert torch.equal(heads[0], heads[1])
     assert not torch.equal(heads[0], heads[2])
-    assert all(model.cls.predictions.decoder.weight is model.get_input_embeddings().weight for model in made)
-    settings = EncoderSettings(model_name_or_path=str(make_architecture("Qwen3", tmp_path / "qwen", texts)))
+    assert all(
+        model.cls.predictions.decoder.weight is model.get_input_embeddings().weight
+        for model in made
+    )
+    settings = EncoderSettings(
+        model_name_or_path=str(make_architecture("Qwen3", tmp_path / "qwen", texts))
+    )
     refusal(load_masked_model, settings, None, cross_entropy, 1, match="qwen3")
 
 
 def words_file(folder: Path, *words: str) -> str:
     """With a byte order mark and line ends as editors on Windows write them."""
-    (folder / "words.txt").write_text("".join(f"{word}\r\n" for word in words), encoding="utf-8-sig", newline="")
+    (folder / "words.txt").write_text(
+        "".join(f"{word}\r\n" for word in words), encoding="utf-8-sig", newline=""
+    )
     return str(folder / "words.txt")
 
 
 @pytest.mark.parametrize("name", SEVERAL)
-def test_new_tokens_are_the_mean_of_their_pieces(name: str, models: Runs, tmp_path: Path, accelerator: Any) -> None:
+def test_new_tokens_are_the_mean_of_their_pieces(
+    name: str, models: Runs, tmp_path: Path, accelerator: Any
+) -> None:
     plain = AutoModelForMaskedLM.from_pretrained(models[name])
     before = AutoTokenizer.from_pretrained(models[name])
     settings = EncoderSettings(model_name_or_path=str(models[name]),
@@ -324,7 +393,9 @@ def test_new_tokens_are_the_mean_of_their_pieces(name: str, models: Runs, tmp_pa
     [(["film"], "film"), (["zyx", "zyx"], "once"), (["two words"], "space"), ([], "one word"), (None, r"words\.txt"),
      (["zyx", "\u200b"], r"u200b"), (["Zyxomab", "zyxomab"], "equal to another")],
 )  # fmt: skip
-def test_invalid_words(words: list[str] | None, message: str, models: Runs, tmp_path: Path, accelerator: Any) -> None:
+def test_invalid_words(
+    words: list[str] | None, message: str, models: Runs, tmp_path: Path, accelerator: Any
+) -> None:
     path = str(tmp_path / "words.txt") if words is None else words_file(tmp_path, *words)
     settings = EncoderSettings(model_name_or_path=str(models["BERT"]), init_new_tokens=path)
     refusal(with_new_tokens, settings, accelerator, match=message)
@@ -344,7 +415,9 @@ def test_new_tokens_beside_words_of_jieba(tmp_path: Path, accelerator: Any) -> N
 
 
 @pytest.fixture(scope="module")
-def run_with_new_tokens(tiny_model: Path, data: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_with_new_tokens(
+    tiny_model: Path, data: list[Any], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     folder = tmp_path_factory.mktemp("new-tokens")
     recipe("--model_name_or_path", tiny_model, *data, *COMMON, "--max_steps", 2, "--eval_every", 1, "--new_head",
            "true", "--init_new_tokens", words_file(folder, "zyxomab"), "--output_dir", folder / "run",
@@ -352,10 +425,19 @@ def run_with_new_tokens(tiny_model: Path, data: list[Any], tmp_path_factory: pyt
     return folder / "run"
 
 
-def test_other_recipes_take_the_model(single: Runs, run_with_new_tokens: Path, tmp_path: Path) -> None:
+def test_other_recipes_take_the_model(
+    single: Runs, run_with_new_tokens: Path, tmp_path: Path
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(run_with_new_tokens / "model")
-    assert BertForMaskedLM.from_pretrained(run_with_new_tokens / "model").config.vocab_size == len(tokenizer) == 128
-    rows = [{"text": "a good zyxomab " * place, "title": "good zyxomab", "label": place % 2} for place in range(1, 19)]
+    assert (
+        BertForMaskedLM.from_pretrained(run_with_new_tokens / "model").config.vocab_size
+        == len(tokenizer)
+        == 128
+    )
+    rows = [
+        {"text": "a good zyxomab " * place, "title": "good zyxomab", "label": place % 2}
+        for place in range(1, 19)
+    ]
     pd.DataFrame(rows).to_json(tmp_path / "rows.jsonl", orient="records", lines=True)
     common = ["--train_file", tmp_path / "rows.jsonl", "--max_steps", 1, "--report_to", "none", "--learning_rate", 1e-9,
               "--mixed_precision", "no", "--max_length", 48]  # fmt: skip
@@ -366,7 +448,9 @@ def test_other_recipes_take_the_model(single: Runs, run_with_new_tokens: Path, t
             for name, (script, source) in sources.items()}  # fmt: skip
     last = "encoder.layer.1.output.dense.weight"
     for name, (_, source) in sources.items():
-        weights, expected = (load_file(run / "model" / "model.safetensors") for run in (made[name], source))
+        weights, expected = (
+            load_file(run / "model" / "model.safetensors") for run in (made[name], source)
+        )
         pairs = {f"bert.{last}": f"bert.{last}"}
         if name == "title":
             pairs = {f"encoder.{last}": f"bert.{last}", f"decoder.bert.{last}": f"bert.{last}"}
@@ -383,7 +467,9 @@ def test_auto_batch_size_and_prepared_tokens(models: Runs, data: list[Any], tmp_
     finished = recipe(*common, *COMMON, "--max_steps", 1, "--per_device_batch_size", "auto", "--output_dir",
                       tmp_path / "run", script="recipes/pretrain.py").succeeded()  # fmt: skip
     assert "--per_device_batch_size auto: 11" in finished.err
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["data"]["digest"] in prepared.out
+    assert (
+        json.loads((tmp_path / "run" / "config.json").read_text())["data"]["digest"] in prepared.out
+    )
 
 
 @pytest.mark.parametrize(("name", "expected"), [("BERT", "cls"), ("BigBird", "bigbird")])

@@ -72,7 +72,13 @@ def run_sweep(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     """Sweeps `recipe` in this process; returns what it printed."""
 
     def run(*words: Any) -> str:
-        arguments = ["sweep", str(recipe), "--output_dir", str(tmp_path / "sweep"), *map(str, words)]
+        arguments = [
+            "sweep",
+            str(recipe),
+            "--output_dir",
+            str(tmp_path / "sweep"),
+            *map(str, words),
+        ]
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             sweep.run(*cli.build_parser().parse_known_args(arguments))
@@ -86,10 +92,14 @@ def run_sweep(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def values_of(tmp_path: Path) -> list[float]:
     """x of each run, in the order of the folders."""
-    return [lines_of(path)[0]["loss"] for path in sorted((tmp_path / "sweep").glob("*/metrics.jsonl"))]
+    return [
+        lines_of(path)[0]["loss"] for path in sorted((tmp_path / "sweep").glob("*/metrics.jsonl"))
+    ]
 
 
-def test_a_range_is_searched_and_the_same_command_repeats_nothing(run_sweep: Sweep, tmp_path: Path) -> None:
+def test_a_range_is_searched_and_the_same_command_repeats_nothing(
+    run_sweep: Sweep, tmp_path: Path
+) -> None:
     words = ("--search", "x=0.5:8:log", "--takes=0", "--trials")
     first = run_sweep(*words, 3)
     values = values_of(tmp_path)
@@ -100,31 +110,44 @@ def test_a_range_is_searched_and_the_same_command_repeats_nothing(run_sweep: Swe
     assert again.startswith("\nbest settings")
     run_sweep(*words, 4)
     assert len(set(values_of(tmp_path))) == 4
-    with FileLock(tmp_path / "sweep" / ".lock"), pytest.raises(UserError, match="another sweep is writing"):
+    with (
+        FileLock(tmp_path / "sweep" / ".lock"),
+        pytest.raises(UserError, match="another sweep is writing"),
+    ):
         run_sweep(*words, 4)
     with pytest.raises(UserError, match=r"holds another sweep.*--search=x=0.5:8:log"):
         run_sweep("--search", "x=0.5:9:log", "--takes=0")
 
 
-def test_all_values_of_a_list_are_tried_and_a_failed_run_is_recorded(run_sweep: Sweep, tmp_path: Path) -> None:
+def test_all_values_of_a_list_are_tried_and_a_failed_run_is_recorded(
+    run_sweep: Sweep, tmp_path: Path
+) -> None:
     (tmp_path / "sweep" / "trial-001").mkdir(parents=True)
-    (tmp_path / "sweep" / "trial-001" / "metrics.jsonl").write_text('{"step": 1}\n')  # killed in an earlier sweep
+    (tmp_path / "sweep" / "trial-001" / "metrics.jsonl").write_text(
+        '{"step": 1}\n'
+    )  # killed in an earlier sweep
     printed = run_sweep("--search", "x=-4,2,1", "--fails=2")
     assert "trial-001: --x=2\n  trial-001 failed: step 1: the loss is not finite" in printed
     assert "--x=-4\n  f1_macro -0.2500\n" in printed
     assert "--x=1\n" in printed.split("best settings")[1]
 
 
-def test_a_run_without_a_first_step_ends_the_sweep_which_repeats_it(run_sweep: Sweep, tmp_path: Path) -> None:
+def test_a_run_without_a_first_step_ends_the_sweep_which_repeats_it(
+    run_sweep: Sweep, tmp_path: Path
+) -> None:
     words = ("--search", "x=4,2", "--takes=0", f"--needs={tmp_path / 'rows.csv'}")
-    with pytest.raises(UserError, match=r"first step trial-000 failed: there is no file .*rows.csv \(.*000.log\)"):
+    with pytest.raises(
+        UserError, match=r"first step trial-000 failed: there is no file .*rows.csv \(.*000.log\)"
+    ):
         run_sweep(*words)
     (tmp_path / "rows.csv").touch()
     run_sweep(*words)
     assert sorted(values_of(tmp_path)) == [2, 4]
 
 
-def test_the_run_of_another_command_is_not_taken_for_this_one(run_sweep: Sweep, tmp_path: Path) -> None:
+def test_the_run_of_another_command_is_not_taken_for_this_one(
+    run_sweep: Sweep, tmp_path: Path
+) -> None:
     for x in (2, 1, 1):
         printed = run_sweep("--seeds", 1, f"--x={x}", "--takes=0")
     assert not printed.startswith("seed-42")  # it was finished
@@ -133,12 +156,16 @@ def test_the_run_of_another_command_is_not_taken_for_this_one(run_sweep: Sweep, 
     assert lines_of(old / "metrics.jsonl")[0]["loss"] == 2
 
 
-def test_a_changed_file_and_an_unfinished_run_with_a_report(run_sweep: Sweep, tmp_path: Path) -> None:
+def test_a_changed_file_and_an_unfinished_run_with_a_report(
+    run_sweep: Sweep, tmp_path: Path
+) -> None:
     (settings := tmp_path / "settings.yaml").write_text("learning_rate: 1e-5\n")
     words = ["--seeds", 1, "--x=1", "--takes=0", f"--needs={settings}"]
     run_sweep(*words)
     assert not run_sweep(*words).startswith("seed-42")
-    os.utime(tmp_path / "sweep" / "seed-42" / "report.html", (0, 0))  # of a stop, before it was resumed and killed
+    os.utime(
+        tmp_path / "sweep" / "seed-42" / "report.html", (0, 0)
+    )  # of a stop, before it was resumed and killed
     assert run_sweep(*words).startswith("seed-42")
     run_sweep("--search", "x=1,2", *words[3:])
     settings.write_text("learning_rate: 1e-4\n")
@@ -148,7 +175,9 @@ def test_a_changed_file_and_an_unfinished_run_with_a_report(run_sweep: Sweep, tm
         run_sweep("--search", "x=1,2", *words[3:])
 
 
-def test_a_trial_below_the_median_is_pruned(run_sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_below_the_median_is_pruned(
+    run_sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(children, "_POLL_SECONDS", 0.1)
     # runs take long enough for their first steps to be compared
     printed = run_sweep("--search", "x=1,2,3,4,50", "--takes=0.2", "--hangs=50")
@@ -162,17 +191,30 @@ def test_a_trial_below_the_median_is_pruned(run_sweep: Sweep, tmp_path: Path, mo
     (signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
     pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow), pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_a_stopped_sweep_continues(number: int, code: int, recipe: Path, tmp_path: Path, run_sweep: Sweep) -> None:
+def test_a_stopped_sweep_continues(
+    number: int, code: int, recipe: Path, tmp_path: Path, run_sweep: Sweep
+) -> None:
     words = ["--search", "x=4,2,1", "--takes=0", "--hangs=2"]
     run = tmp_path / "sweep" / "trial-001"
-    command = [sys.executable, "-m", "toolkit", "sweep", recipe, "--output_dir", tmp_path / "sweep", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "toolkit",
+        "sweep",
+        recipe,
+        "--output_dir",
+        tmp_path / "sweep",
+        *words,
+    ]
     process = begin(command)
     wait_for_steps(run)
     os.kill(process.pid, number)
     done = process.finish(30)
     assert done.code == code, done.err
     until = time.monotonic() + 20
-    while "stopped" not in json.loads((run / "config.json").read_text()) and time.monotonic() < until:
+    while (
+        "stopped" not in json.loads((run / "config.json").read_text()) and time.monotonic() < until
+    ):
         time.sleep(0.05)  # the child of a killed sweep gets a stop signal
     assert len(lines_of(run / "metrics.jsonl")) == 1
     again = run_sweep(*words)
@@ -197,7 +239,9 @@ def test_a_stopped_sweep_continues(number: int, code: int, recipe: Path, tmp_pat
     (["--search", "class_weights=balanced,effective", "--metric_for_best_model", "loss"], "--metric_for_best_model"),
     (["--seeds", "2", "--sead", "1"], "unknown setting --sead (did you mean seed?)"),
 ])  # fmt: skip
-def test_faults_are_named_before_anything_runs(words: list[str], expected: str, tmp_path: Path) -> None:
+def test_faults_are_named_before_anything_runs(
+    words: list[str], expected: str, tmp_path: Path
+) -> None:
     options, rest = cli.build_parser().parse_known_args(
         ["sweep", str(ROOT / "recipes" / "cls.py"), "--output_dir", str(tmp_path / "s"), *words]
     )
@@ -206,8 +250,12 @@ def test_faults_are_named_before_anything_runs(words: list[str], expected: str, 
 
 
 @pytest.mark.multiprocess
-def test_a_real_recipe_with_searches_seeds_and_configs(tmp_path: Path, tiny_model: Path, reviews: Path) -> None:
-    (tmp_path / "settings.yaml").write_text("learning_rate: 1e-3\neval_every: 2\nglobal_batch_size: 22\n")
+def test_a_real_recipe_with_searches_seeds_and_configs(
+    tmp_path: Path, tiny_model: Path, reviews: Path
+) -> None:
+    (tmp_path / "settings.yaml").write_text(
+        "learning_rate: 1e-3\neval_every: 2\nglobal_batch_size: 22\n"
+    )
     command = ["toolkit", "sweep", "recipes/cls.py", tmp_path / "settings.yaml", "--train_file", reviews, "--max_steps",
                4, "--model_name_or_path", tiny_model, "--search", "weight_decay=0.1,0.2", "--seeds", 2, "--configs",
                "accelerate_configs/ddp.yaml", "--dropout", 0, "--mixed_precision", "no", "--report_to", "none",

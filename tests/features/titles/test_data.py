@@ -21,7 +21,10 @@ WriteRows = Callable[..., str]
 
 def news(count: int) -> list[Row]:
     """Row i has another text and a title of i + 1 words."""
-    return [{"text": f"the story {row} is very good", "title": "film" + " good" * row} for row in range(count)]
+    return [
+        {"text": f"the story {row} is very good", "title": "film" + " good" * row}
+        for row in range(count)
+    ]
 
 
 @pytest.fixture
@@ -36,21 +39,55 @@ def prepared(prepared: Callable[..., Any]) -> Callable[..., Prepared]:
         (["article", "highlights"], None, "article", "highlights"),
         (["正文", "标题"], None, "正文", "标题"),
         (["text", "Headline"], None, "text", "Headline"),
-        (["headline", "summary", "title", "text"], None, "text", "title"),  # `title` before `summary`
+        (
+            ["headline", "summary", "title", "text"],
+            None,
+            "text",
+            "title",
+        ),  # `title` before `summary`
         (["text", "title", "lead"], "lead", "text", "lead"),
         (["lead", "text", "title"], None, "lead,text", "title"),
         (["title", "text", "lead"], "lead", "title,text", "lead"),
         (["title,text", "title"], None, "title,text", "title"),  # one column of this name
-        (["text", "lead", "body"], None, "text", ["which column is the title", "lead, body", "--title_column"]),
+        (
+            ["text", "lead", "body"],
+            None,
+            "text",
+            ["which column is the title", "lead, body", "--title_column"],
+        ),
         (["text"], None, "text", ["which column is the title", "no other than the text"]),
-        (["text", "title"], "titel", "text", ["no column 'titel'", "did you mean title?", "--title_column"]),
-        (["text", "title"], "text", "text", ["'text' cannot be both text and title", "--title_column"]),
-        (["text", "title"], None, "title", ["'title' cannot be both text and title", "--text_column"]),
-        (["text", "title", "lead"], None, "title,text", ["'title' cannot be both text and title", "--title_column"]),
+        (
+            ["text", "title"],
+            "titel",
+            "text",
+            ["no column 'titel'", "did you mean title?", "--title_column"],
+        ),
+        (
+            ["text", "title"],
+            "text",
+            "text",
+            ["'text' cannot be both text and title", "--title_column"],
+        ),
+        (
+            ["text", "title"],
+            None,
+            "title",
+            ["'title' cannot be both text and title", "--text_column"],
+        ),
+        (
+            ["text", "title", "lead"],
+            None,
+            "title,text",
+            ["'title' cannot be both text and title", "--title_column"],
+        ),
     ],
 )
 def test_the_column_of_titles(
-    write_rows: WriteRows, columns: list[str], title_column: str | None, text: str, expected: str | list[str]
+    write_rows: WriteRows,
+    columns: list[str],
+    title_column: str | None,
+    text: str,
+    expected: str | list[str],
 ) -> None:
     table = read_file(write_rows("a.jsonl", [dict.fromkeys(columns, "t")]), TextSettings())
     settings = build(TitleSettings, {"title_column": title_column, "max_target_length": 9})
@@ -61,9 +98,17 @@ def test_the_column_of_titles(
 
 
 def test_rows_and_files_without_a_title_are_named(prepared: Prepare) -> None:
-    rows = [row | {"title": title} for row, title in zip(news(5), ("film", "", "film", " \n\t", None), strict=True)]
+    rows = [
+        row | {"title": title}
+        for row, title in zip(news(5), ("film", "", "film", " \n\t", None), strict=True)
+    ]
     message = "the title in column 'title' is empty in 3 of 5 rows (rows 2, 4, 5)"
-    refusal(prepared, news(3), validation_file=rows, says=["validation_file.jsonl", message, "--drop_empty_text"])
+    refusal(
+        prepared,
+        news(3),
+        validation_file=rows,
+        says=["validation_file.jsonl", message, "--drop_empty_text"],
+    )
     message = "validation_file.jsonl has no column 'title': it has text, headline"
     refusal(prepared, news(4), validation_file=[{"text": "a", "headline": "b"}], says=[message])
 
@@ -74,30 +119,49 @@ def test_rows_without_a_title_are_left_out_when_asked(prepared: Prepare) -> None
     rows[4]["title"] = "\n"
     data = prepared(rows, validation_file=rows, drop_empty_text=True)
     for split in (data.train, data.validation):
-        assert (split.rows.tolist(), split.loss_denominators().tolist()) == ([0, 1, 3, 5], [2, 3, 5, 7])
+        assert (split.rows.tolist(), split.loss_denominators().tolist()) == (
+            [0, 1, 3, 5],
+            [2, 3, 5, 7],
+        )
     assert data.validation.titles() == [rows[place]["title"] for place in (0, 1, 3, 5)]
     assert data.validation.texts() == [rows[place]["text"] for place in (0, 1, 3, 5)]
 
 
 @pytest.mark.parametrize("empty", ["train", "validation"])
 def test_a_column_of_empty_titles(prepared: Prepare, empty: str) -> None:
-    files = {"train": news(3), "validation": news(3)} | {empty: [row | {"title": " "} for row in news(3)]}
+    files = {"train": news(3), "validation": news(3)} | {
+        empty: [row | {"title": " "} for row in news(3)]
+    }
     says = (f"{empty}_file.jsonl", "every title in column 'title' is empty", "--title_column")
-    refusal(prepared, files["train"], validation_file=files["validation"], drop_empty_text=True, says=says)
+    refusal(
+        prepared,
+        files["train"],
+        validation_file=files["validation"],
+        drop_empty_text=True,
+        says=says,
+    )
 
 
 @pytest.mark.parametrize("max_length", [2, 4, 5, 32])
 def test_tokens_of_titles(prepared: Prepare, tokenizer: Any, max_length: int) -> None:
     """`max_length` tokens are predicted, [SEP] included; [CLS] is not."""
     rows = news(6)
-    data = prepared(rows, validation_file=rows[:3], test_file=rows[3:], max_target_length=max_length)
+    data = prepared(
+        rows, validation_file=rows[:3], test_file=rows[3:], max_target_length=max_length
+    )
     for split, expected in ((data.train, rows), (data.validation, rows[:3]), (data.test, rows[3:])):
         uncut = [tokenizer(row["title"])["input_ids"] for row in expected]
         for index, tokens in enumerate(uncut):
-            title = [tokenizer.cls_token_id, *tokens[1:-1][: max_length - 1], tokenizer.sep_token_id]
+            title = [
+                tokenizer.cls_token_id,
+                *tokens[1:-1][: max_length - 1],
+                tokenizer.sep_token_id,
+            ]
             assert split.target(index).tolist() == title
             assert split.tokens(index).tolist() == tokenizer(expected[index]["text"])["input_ids"]
-        assert split.loss_denominators().tolist() == [min(len(tokens) - 1, max_length) for tokens in uncut]
+        assert split.loss_denominators().tolist() == [
+            min(len(tokens) - 1, max_length) for tokens in uncut
+        ]
         assert split.rows.tolist() == list(range(len(expected)))
     assert data.targets == Titles("title", max_length)
 
@@ -112,8 +176,12 @@ def test_a_test_split_without_titles_is_left_out_with_a_note(prepared: Prepare) 
     refusal(prepared, news(4), validation_file=news(2), test_file=some, says=[message])
 
 
-@pytest.mark.parametrize("settings", [{"title_column": "lead"}, {"max_target_length": 3}, {"text_column": "text,lead"}])
-def test_settings_of_titles_change_the_cached_folder(prepared: Prepare, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "settings", [{"title_column": "lead"}, {"max_target_length": 3}, {"text_column": "text,lead"}]
+)
+def test_settings_of_titles_change_the_cached_folder(
+    prepared: Prepare, settings: dict[str, Any]
+) -> None:
     rows = [row | {"lead": "the room"} for row in news(4)]
     plain = prepared(rows, validation_file=rows)
     changed = prepared(rows, validation_file=rows, **settings)
@@ -125,4 +193,6 @@ def test_settings_of_titles_change_the_cached_folder(prepared: Prepare, settings
 @pytest.mark.parametrize("missing", ["cls_token_id", "sep_token_id"])
 def test_a_tokenizer_without_cls_or_sep_token(prepared: Prepare, missing: str) -> None:
     bare = SimpleNamespace(**{"cls_token_id": 2, "sep_token_id": 3, missing: None})
-    refusal(prepared, news(4), tokenizer=bare, model_name_or_path="m", match="no cls_token or sep_token")
+    refusal(
+        prepared, news(4), tokenizer=bare, model_name_or_path="m", match="no cls_token or sep_token"
+    )

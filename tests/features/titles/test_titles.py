@@ -16,7 +16,14 @@ import pandas as pd
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, AutoTokenizer, BertConfig, BertModel, BertTokenizerFast, EncoderDecoderModel
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    BertTokenizerFast,
+    EncoderDecoderModel,
+)
 
 from tests import inputs
 from tests.matrix import TITLES, runs, words_of
@@ -71,7 +78,13 @@ def stopped() -> Path:
 
 def resumed() -> Path:
     """In one process, from the ZeRO-3 checkpoint; it evaluates text by text."""
-    words = [*VARIED, "--per_device_eval_batch_size", 1, "--resume", stopped() / f"checkpoints/step-{STOPPED:08d}"]
+    words = [
+        *VARIED,
+        "--per_device_eval_batch_size",
+        1,
+        "--resume",
+        stopped() / f"checkpoints/step-{STOPPED:08d}",
+    ]
     return runs("single").run("titles resumed", "recipes.title", words)
 
 
@@ -86,9 +99,15 @@ def assert_same(run: Path, reference: Path, steps: range = range(STEPS)) -> None
     evaluated = [step for step in theirs if step - 1 in steps]
     assert evaluated
     for line, expected in ((ours[step], theirs[step]) for step in evaluated):
-        assert (line["step"], line["split"], line["num_samples"]) == (expected["step"], expected["split"], 12)
+        assert (line["step"], line["split"], line["num_samples"]) == (
+            expected["step"],
+            expected["split"],
+            12,
+        )
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-        assert [line[name] for name in SCORES] == pytest.approx([expected[name] for name in SCORES], abs=1e-9)
+        assert [line[name] for name in SCORES] == pytest.approx(
+            [expected[name] for name in SCORES], abs=1e-9
+        )
     if steps.stop == STEPS:
         assert lines_of(run / "predictions.jsonl") == lines_of(reference / "predictions.jsonl")
 
@@ -101,7 +120,9 @@ def test_a_run_goes_on_under_another_way() -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("way", slow_but(["ddp x2", "zero3 x2", "ddp x3", "zero1 x2", "zero2_offload x2"], "ddp x2"))
+@pytest.mark.parametrize(
+    "way", slow_but(["ddp x2", "zero3 x2", "ddp x3", "zero1 x2", "zero2_offload x2"], "ddp x2")
+)
 def test_titles_that_vary(way: str) -> None:
     assert_same(varied(way), varied())
 
@@ -117,7 +138,13 @@ def test_one_title_for_each_text_of_a_small_set(way: str) -> None:
 
 @pytest.mark.multiprocess
 def test_the_literal_command(tmp_path: Path) -> None:
-    words = ["accelerate", "launch", "recipes/title.py", "--config_file", "accelerate_configs/zero2.yaml"]
+    words = [
+        "accelerate",
+        "launch",
+        "recipes/title.py",
+        "--config_file",
+        "accelerate_configs/zero2.yaml",
+    ]
     words += [*words_of(TITLES), "--output_dir", str(tmp_path / "run")]
     start(words, env={"TESTS_WITHOUT_PAGES": ""}).succeeded()
     world = json.loads((tmp_path / "run" / "config.json").read_text())["world"]
@@ -127,30 +154,43 @@ def test_the_literal_command(tmp_path: Path) -> None:
 
 def test_the_loss_is_the_mean_over_the_tokens_of_all_titles(sharp_model: Path) -> None:
     """Step 1, recomputed text by text with transformers' classes and attention."""
-    settings = PretrainedSettings(model_name_or_path=str(sharp_model), dropout=0, attn_implementation="eager")
+    settings = PretrainedSettings(
+        model_name_or_path=str(sharp_model), dropout=0, attn_implementation="eager"
+    )
     long = long_model(settings, None)
     tokenizer = AutoTokenizer.from_pretrained(str(long.model_name_or_path))
     model = load_title_model(settings, long, GenerationSettings(), tokenizer, LONGEST, SEED)
     assert type(model) is EncoderDecoderModel
     rows = lines_of(inputs.titles("train"))
     texts = [tokenizer(row["text"], truncation=True, max_length=640)["input_ids"] for row in rows]
-    titles = [tokenizer(row["title"], truncation=True, max_length=LONGEST + 1)["input_ids"] for row in rows]
+    titles = [
+        tokenizer(row["title"], truncation=True, max_length=LONGEST + 1)["input_ids"]
+        for row in rows
+    ]
     first_batch = GlobalBatches(np.array([len(text) for text in texts]), 13, SEED, epoch=0)[0]
-    assert np.ptp([len(titles[place]) for place in first_batch]) >= 8  # or a mean of means would agree
+    assert (
+        np.ptp([len(titles[place]) for place in first_batch]) >= 8
+    )  # or a mean of means would agree
     losses, tokens = 0.0, 0
     for place in first_batch:
         title = torch.tensor([titles[place]])
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([texts[place]]), decoder_input_ids=title[:, :-1]).logits[0]
+            logits = model(
+                input_ids=torch.tensor([texts[place]]), decoder_input_ids=title[:, :-1]
+            ).logits[0]
         losses += torch.nn.functional.cross_entropy(logits, title[0, 1:], reduction="sum").item()
         tokens += title.shape[1] - 1
     assert losses_of(runs("single")["title"])[0] == pytest.approx(losses / tokens, rel=1e-5)
 
 
-def test_a_bigbird_becomes_a_bert_decoder_with_the_same_logits(sharp_model: Path, accelerator: Any) -> None:
+def test_a_bigbird_becomes_a_bert_decoder_with_the_same_logits(
+    sharp_model: Path, accelerator: Any
+) -> None:
     long = long_model(PretrainedSettings(model_name_or_path=str(sharp_model), dropout=0), None)
     tokenizer = load_tokenizer(long)
-    model = load_title_model(long, long, GenerationSettings(num_beams=2), tokenizer, LONGEST, SEED).eval()
+    model = load_title_model(
+        long, long, GenerationSettings(num_beams=2), tokenizer, LONGEST, SEED
+    ).eval()
     assert type(model.decoder).__name__ == "BertLMHeadModel"
     config = AutoConfig.from_pretrained(str(long.model_name_or_path))
     config.is_decoder = config.add_cross_attention = True
@@ -159,12 +199,17 @@ def test_a_bigbird_becomes_a_bert_decoder_with_the_same_logits(sharp_model: Path
     assert not theirs.load_state_dict(model.decoder.state_dict(), strict=False).unexpected_keys
     ids = torch.randint(5, 127, (2, 9))
     with torch.no_grad():
-        mine, expected = (part(input_ids=ids, use_cache=False).logits for part in (model.decoder, theirs))
+        mine, expected = (
+            part(input_ids=ids, use_cache=False).logits for part in (model.decoder, theirs)
+        )
         assert torch.allclose(mine, expected, rtol=1e-4, atol=1e-4)
         assert model.generate(input_ids=ids).shape[0] == 2
         model.generation_config.num_return_sequences = 2
         titles = Writer(accelerator, model)
-        assert titles.write(*titles.encode(SimpleNamespace(inputs={"input_ids": ids}))).shape == (2, LONGEST)
+        assert titles.write(*titles.encode(SimpleNamespace(inputs={"input_ids": ids}))).shape == (
+            2,
+            LONGEST,
+        )
 
 
 def test_one_line_for_each_title() -> None:
@@ -178,7 +223,9 @@ def test_one_line_for_each_title() -> None:
     assert last["rouge_segmenter"] == "word"
     assert last["rouge1"] > 0.01
     for name in SCORES:
-        assert np.mean([line["scores"][name] for line in lines]) == pytest.approx(last[name], abs=1e-6)
+        assert np.mean([line["scores"][name] for line in lines]) == pytest.approx(
+            last[name], abs=1e-6
+        )
 
 
 def test_the_saved_model_generates_the_same_titles() -> None:
@@ -187,12 +234,18 @@ def test_the_saved_model_generates_the_same_titles() -> None:
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = json.loads((folder / "generation_config.json").read_text())
-    assert {"max_new_tokens": LONGEST, "num_beams": 2, "no_repeat_ngram_size": 1}.items() <= config.items()
+    assert {
+        "max_new_tokens": LONGEST,
+        "num_beams": 2,
+        "no_repeat_ngram_size": 1,
+    }.items() <= config.items()
     assert config["decoder_start_token_id"] == tokenizer.cls_token_id
     assert config["eos_token_id"] == tokenizer.sep_token_id
     titles = []
     for row in lines_of(inputs.titles("validation")):
-        model.encoder.set_attention_type("block_sparse")  # short texts switch to full attention for good
+        model.encoder.set_attention_type(
+            "block_sparse"
+        )  # short texts switch to full attention for good
         text = tokenizer(row["text"], truncation=True, max_length=4096, return_tensors="pt")
         written = model.generate(text["input_ids"], attention_mask=text["attention_mask"])
         titles.append(readable(tokenizer, written[0].tolist()))
@@ -205,8 +258,18 @@ def test_the_saved_model_generates_the_same_titles() -> None:
 def test_predict_generates_the_same_titles(way: str, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     table = tmp_path / "texts.jsonl"
-    pd.DataFrame(lines_of(inputs.titles("validation")))[["text"]].to_json(table, orient="records", lines=True)
-    words = [varied() / "model", table, "--output", output, "--per_device_batch_size", "2", *WAYS[way]]
+    pd.DataFrame(lines_of(inputs.titles("validation")))[["text"]].to_json(
+        table, orient="records", lines=True
+    )
+    words = [
+        varied() / "model",
+        table,
+        "--output",
+        output,
+        "--per_device_batch_size",
+        "2",
+        *WAYS[way],
+    ]
     start(["toolkit", "predict", *words]).succeeded()
     titles = [line["title"] for line in lines_of(varied() / "predictions.jsonl")]
     assert [line["prediction"] for line in lines_of(output)] == titles
@@ -216,7 +279,9 @@ def test_predict_generates_the_same_titles(way: str, tmp_path: Path) -> None:
 def test_a_sharded_checkpoint_is_converted(tmp_path: Path) -> None:
     converted(stopped(), tmp_path / "out", EncoderDecoderModel, STOPPED)
     folders = (tmp_path / "out", stopped() / "model")
-    converted_config, expected = (json.loads((folder / "generation_config.json").read_text()) for folder in folders)
+    converted_config, expected = (
+        json.loads((folder / "generation_config.json").read_text()) for folder in folders
+    )
     assert converted_config == expected
 
 
@@ -236,7 +301,10 @@ def chinese(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     pytest.importorskip("jieba")
     folder = tmp_path_factory.mktemp("chinese")
     rows = [{"正文": text, "标题": title} for title, text in CHINESE]
-    rows += [{"正文": text + CHINESE[place - 1][1], "标题": title} for place, (title, text) in enumerate(CHINESE)]
+    rows += [
+        {"正文": text + CHINESE[place - 1][1], "标题": title}
+        for place, (title, text) in enumerate(CHINESE)
+    ]
     pd.DataFrame(rows).to_json(folder / "news.jsonl", orient="records", lines=True)
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS.split()]
     words += sorted({letter for row in rows for text in row.values() for letter in text})
@@ -263,6 +331,10 @@ def test_chinese_titles(chinese: list[Any]) -> None:
         assert re.fullmatch(r"\S+", line["title"])  # no spaces
     facts = json.loads((run / "config.json").read_text())["data"]
     assert facts["title_column"] == "标题"
-    tokenizer = load_tokenizer(PretrainedSettings(model_name_or_path=str(run / "model")))  # without --tokenizer jieba
+    tokenizer = load_tokenizer(
+        PretrainedSettings(model_name_or_path=str(run / "model"))
+    )  # without --tokenizer jieba
     assert isinstance(tokenizer.backend_tokenizer, WordBackend)
-    assert EncoderDecoderModel.from_pretrained(run / "model").config.decoder.vocab_size == len(tokenizer)
+    assert EncoderDecoderModel.from_pretrained(run / "model").config.decoder.vocab_size == len(
+        tokenizer
+    )

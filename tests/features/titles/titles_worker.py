@@ -33,7 +33,9 @@ SIZES, BATCH, LONGEST = (1, 2, 3, 7), 2, 9
 def main() -> None:
     settings = PretrainedSettings(model_name_or_path=sys.argv[1])
     accelerator = launch.make_accelerator("no")
-    training = TrainingSettings(global_batch_size=4, per_device_batch_size=2, per_device_eval_batch_size=BATCH)
+    training = TrainingSettings(
+        global_batch_size=4, per_device_batch_size=2, per_device_eval_batch_size=BATCH
+    )
     generation = GenerationSettings(num_beams=2)
     long = long_model(settings, None, accelerator)
     tokenizer = load_tokenizer(long)
@@ -51,7 +53,9 @@ def main() -> None:
         for batch in evaluation_batches(accelerator, split, tokenizer, training):
             encoded, mask = writer.encode(batch)
             losses = token_losses(writer.logits(batch, encoded, mask), batch.labels)
-            outputs.add(accelerator.gather_for_metrics(batch.padded(losses, writer.write(encoded, mask))))
+            outputs.add(
+                accelerator.gather_for_metrics(batch.padded(losses, writer.write(encoded, mask)))
+            )
         return title_evaluation(outputs, tokenizer, title_metrics)
 
     def lines_of(size: int) -> list[dict[str, Any]]:
@@ -105,4 +109,6 @@ def fake_split(size: int) -> TitleSplit:
     ids = [generator.integers(5, 40, each.sum()).astype(np.int32) for each in lengths]
     ends = [np.concatenate([[0], np.cumsum(each)]) for each in lengths]
     rows = np.arange(size) * 3 + 1
-    return FakeSplit("test", Path(), ids[0], ends[0], np.zeros(size, np.int64), rows, ids[1], ends[1])
+    return FakeSplit(
+        "test", Path(), ids[0], ends[0], np.zeros(size, np.int64), rows, ids[1], ends[1]
+    )

@@ -14,7 +14,9 @@ CLS = "recipes/cls.py"
 LOSSES = "objective(batch, logits)"
 BACKWARD = f"accelerator.backward(step.mean({LOSSES}))  #"
 LOGITS = "            logits = model(**batch.inputs).logits  # (B, C)\n            accelerator"
-DROPOUT = LOGITS.replace("  # (B, C)\n", "\n            logits = torch.dropout(logits, 0.1, True)\n")
+DROPOUT = LOGITS.replace(
+    "  # (B, C)\n", "\n            logits = torch.dropout(logits, 0.1, True)\n"
+)
 # name -> ({line of the recipe: its wrong version}, a part of the reason, the run that shows it)
 WRONG: dict[str, tuple[dict[str, str], str, str]] = {
     "gradients": ({BACKWARD: f"accelerator.backward(step.mean({LOSSES})); "
@@ -27,14 +29,32 @@ WRONG: dict[str, tuple[dict[str, str], str, str]] = {
 
 
 def verify(recipe: Path | str, folder: Path, *words: Any) -> tuple[Finished, dict[str, Any]]:
-    command = ["toolkit", "verify", str(recipe), "--max_steps", "3", "--output_dir", str(folder), *map(str, words)]
+    command = [
+        "toolkit",
+        "verify",
+        str(recipe),
+        "--max_steps",
+        "3",
+        "--output_dir",
+        str(folder),
+        *map(str, words),
+    ]
     done = start(command, 500, {"TESTS_WITHOUT_PAGES": ""})
     return done, json.loads((folder / "verify.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture
 def job(tiny_model: Path, reviews: Path) -> list[Any]:
-    return ["--model_name_or_path", tiny_model, "--train_file", reviews, "--optimizer", "sgd", "--learning_rate", 0.1]
+    return [
+        "--model_name_or_path",
+        tiny_model,
+        "--train_file",
+        reviews,
+        "--optimizer",
+        "sgd",
+        "--learning_rate",
+        0.1,
+    ]
 
 
 @pytest.mark.multiprocess
@@ -47,7 +67,9 @@ def test_the_shipped_recipe_passes(job: list[Any], tmp_path: Path) -> None:
     assert runs["ddp"]["difference"] <= 1e-5
     assert len(runs["ddp"]["losses"]) == len(set(runs["ddp"]["grad_norms"])) == 3
     settings = json.loads((tmp_path / "verify" / "ddp" / "config.json").read_text())
-    assert settings["data"]["accumulation"] == 6  # of 31 samples in two processes, at most 3 at a time
+    assert (
+        settings["data"]["accumulation"] == 6
+    )  # of 31 samples in two processes, at most 3 at a time
     assert settings["launch"]["config_file"] == "accelerate_configs/ddp.yaml"
 
 
@@ -87,7 +109,9 @@ def test_numbers_of_an_earlier_run_are_not_read(tmp_path: Path) -> None:
     recipe, folder = tmp_path / "recipe.py", tmp_path / "verify"
     recipe.write_text(SILENT)
     (folder / "ddp").mkdir(parents=True)
-    (folder / "ddp" / "metrics.jsonl").write_text(json.dumps({"loss": 1, "grad_norm": 1, "tokens": 1}))
+    (folder / "ddp" / "metrics.jsonl").write_text(
+        json.dumps({"loss": 1, "grad_norm": 1, "tokens": 1})
+    )
     (folder / "ddp" / "config.json").write_text(json.dumps({"world": {"mixed_precision": "no"}}))
     for name in ("ddp.old-1", "ddp.old-2"):
         (folder / name).mkdir()

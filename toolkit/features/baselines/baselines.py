@@ -43,7 +43,11 @@ def write_baselines(
     except (MemoryError, ValueError) as error:  # must not fail the run
         return [f"not compared with simple models: {first_line(error)}"]
     if content:
-        about = {"split": split.name, "num_samples": len(split), "train": len(train) if train else 0}
+        about = {
+            "split": split.name,
+            "num_samples": len(split),
+            "train": len(train) if train else 0,
+        }
         write_atomically(folder / FILE, [dumps(about | content, indent=2), "\n"])
     return describe(content)
 
@@ -52,13 +56,18 @@ def read_baselines(folder: Path, last: Evaluation) -> dict[str, Any] | None:
     """The content of baselines.json; None if it is not of this evaluation."""
     try:
         content = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        same = (content["split"], content["num_samples"]) == (last.split, last.numbers.get("num_samples"))
+        same = (content["split"], content["num_samples"]) == (
+            last.split,
+            last.numbers.get("num_samples"),
+        )
         return dict(content) if same and content["models"] else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def baselines(train: Split | None, split: Split, logits: np.ndarray, answers: ClassAnswers) -> dict[str, Any]:
+def baselines(
+    train: Split | None, split: Split, logits: np.ndarray, answers: ClassAnswers
+) -> dict[str, Any]:
     """`models`: name -> metric -> value, low, high; `trained_on`: training rows of the linear model.
 
     `logits`: (N, C), the model's for `split`. Without `train` the model alone is evaluated; {} for regression.
@@ -69,7 +78,11 @@ def baselines(train: Split | None, split: Split, logits: np.ndarray, answers: Cl
     multi = labels.problem_type == MULTI
     guesses: dict[str, np.ndarray] = {}  # (N,) classes, or (N, C) truth values
     if train is not None:
-        counts = (train.labels > 0.5).sum(axis=0) if multi else np.bincount(train.labels, minlength=labels.size)
+        counts = (
+            (train.labels > 0.5).sum(axis=0)
+            if multi
+            else np.bincount(train.labels, minlength=labels.size)
+        )
         largest = counts > len(train) / 2 if multi else counts.argmax()
         guesses[LARGEST] = np.broadcast_to(largest, split.labels.shape)
         rows = _sample(train, labels)
@@ -80,12 +93,20 @@ def baselines(train: Split | None, split: Split, logits: np.ndarray, answers: Cl
     guesses[MODEL] = adjusted > 0 if multi else adjusted.argmax(axis=1)
 
     def one_hot(classes: np.ndarray) -> Any:
-        places = np.nonzero(classes > 0.5) if multi else (np.arange(len(classes)), classes.astype(int))
+        places = (
+            np.nonzero(classes > 0.5) if multi else (np.arange(len(classes)), classes.astype(int))
+        )
         return sparse.csr_array((np.ones(len(places[0])), places), shape=(len(split), labels.size))
 
     truth = one_hot(split.labels)
-    scores = {name: class_scores(truth, one_hot(guess), labels.problem_type) for name, guess in guesses.items()}
-    return {"models": {name: intervals(each) for name, each in scores.items()}, "trained_on": trained_on}
+    scores = {
+        name: class_scores(truth, one_hot(guess), labels.problem_type)
+        for name, guess in guesses.items()
+    }
+    return {
+        "models": {name: intervals(each) for name, each in scores.items()},
+        "trained_on": trained_on,
+    }
 
 
 def describe(content: dict[str, Any]) -> list[str]:
@@ -93,10 +114,19 @@ def describe(content: dict[str, Any]) -> list[str]:
     values = {name: metrics["f1_macro"] for name, metrics in content.get("models", {}).items()}
     if not values:
         return []
-    texts = ["{} {value:.4f} ({low:.4f} to {high:.4f})".format(name, **value) for name, value in values.items()]
+    texts = [
+        "{} {value:.4f} ({low:.4f} to {high:.4f})".format(name, **value)
+        for name, value in values.items()
+    ]
     lines = [f"f1_macro, 95 % confidence interval: {', '.join(texts)}"]
-    if LINEAR in values and values[MODEL]["low"] <= values[LINEAR]["value"] and values[MODEL]["value"] < 1:
-        lines.append(f"  the model is not clearly better than {LINEAR}: check its settings, or evaluate on more rows")
+    if (
+        LINEAR in values
+        and values[MODEL]["low"] <= values[LINEAR]["value"]
+        and values[MODEL]["value"] < 1
+    ):
+        lines.append(
+            f"  the model is not clearly better than {LINEAR}: check its settings, or evaluate on more rows"
+        )
     return lines
 
 
@@ -104,7 +134,9 @@ def _sample(train: Split, labels: Labels) -> np.ndarray:
     """The training rows of the linear model: all, or a random sample within the limits."""
     each = 2 * max(1.0, len(train.input_ids) / len(train)) * labels.size
     most = int(min(_MAX_ROWS, max(_MAX_WORK / each, 1000)))
-    return np.sort(np.random.default_rng(0).choice(len(train), min(len(train), most), replace=False))
+    return np.sort(
+        np.random.default_rng(0).choice(len(train), min(len(train), most), replace=False)
+    )
 
 
 def _linear(train: Split, rows: np.ndarray, split: Split, multi: bool) -> np.ndarray:
@@ -123,7 +155,9 @@ def _linear(train: Split, rows: np.ndarray, split: Split, multi: bool) -> np.nda
         warnings.simplefilter("ignore", UserWarning)
         counts, truth = _counts(train, rows), train.labels[rows].astype(int)
         frequency = np.bincount(counts.indices, minlength=counts.shape[1])
-        most = min(_MAX_WEIGHTS // 20, _MAX_WEIGHTS // (truth.shape[1] if multi else truth.max() + 1))
+        most = min(
+            _MAX_WEIGHTS // 20, _MAX_WEIGHTS // (truth.shape[1] if multi else truth.max() + 1)
+        )
         features = np.sort(np.argsort(-frequency, kind="stable")[:most])
         model = OneVsRestClassifier(model) if multi else model
         model.fit(weighting.fit_transform(counts[:, features]), truth)
@@ -131,7 +165,9 @@ def _linear(train: Split, rows: np.ndarray, split: Split, multi: bool) -> np.nda
             model.predict(weighting.transform(_counts(split, part)[:, features]))
             for part in np.array_split(np.arange(len(split)), -(-len(split) // _MAX_ROWS))
         ]
-    return np.concatenate(predicted).reshape(split.labels.shape)  # of a single label sklearn returns (N,)
+    return np.concatenate(predicted).reshape(
+        split.labels.shape
+    )  # of a single label sklearn returns (N,)
 
 
 def _counts(split: Split, rows: np.ndarray) -> Any:
@@ -140,5 +176,10 @@ def _counts(split: Split, rows: np.ndarray) -> Any:
     ids, row = np.concatenate(tokens), np.repeat(np.arange(len(rows)), [len(ids) for ids in tokens])
     inside = row[1:] == row[:-1]
     pairs = (ids[:-1] * 1_000_003 + ids[1:])[inside] % _HASHED + _HASHED
-    columns, rows_of = np.concatenate([ids % _HASHED, pairs]), np.concatenate([row, row[1:][inside]])
-    return sparse.csr_array((np.ones(len(columns), np.float32), (rows_of, columns)), shape=(len(rows), 2 * _HASHED))
+    columns, rows_of = (
+        np.concatenate([ids % _HASHED, pairs]),
+        np.concatenate([row, row[1:][inside]]),
+    )
+    return sparse.csr_array(
+        (np.ones(len(columns), np.float32), (rows_of, columns)), shape=(len(rows), 2 * _HASHED)
+    )

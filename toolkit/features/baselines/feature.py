@@ -23,15 +23,21 @@ class BaselinesFeature(Feature):
     files = ("baselines.json",)
 
     def sections(self, settings_class: type) -> Mapping[str, type]:
-        return {"baselines": BaselineSettings} if has_section(settings_class, TrainingSettings) else {}
+        return (
+            {"baselines": BaselineSettings} if has_section(settings_class, TrainingSettings) else {}
+        )
 
-    def results(self, folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any) -> Sequence[str]:
+    def results(
+        self, folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any
+    ) -> Sequence[str]:
         from toolkit.features.baselines.baselines import write_baselines
 
         if not section_in(settings, BaselineSettings).baselines:
             (folder / self.files[0]).unlink(missing_ok=True)  # from before the settings changed
             return ()
-        return write_baselines(folder, data, evaluation.outputs, answers) if evaluation.outputs else ()
+        return (
+            write_baselines(folder, data, evaluation.outputs, answers) if evaluation.outputs else ()
+        )
 
     def page(self, page: Any) -> PagePart | None:
         from toolkit.features.baselines.baselines import read_baselines
@@ -40,7 +46,9 @@ class BaselinesFeature(Feature):
         if content is None:
             return None
         titles = [page.record.metric_title(name) for name in next(iter(content["models"].values()))]
-        return PagePart(Path(__file__).with_name("page.html"), {"baselines": content, "titles": titles})
+        return PagePart(
+            Path(__file__).with_name("page.html"), {"baselines": content, "titles": titles}
+        )
 
 
 FEATURE = BaselinesFeature()

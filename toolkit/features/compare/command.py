@@ -39,16 +39,25 @@ def write_page(path: Path, comparison: dict[str, Any], runs: Sequence[ComparedRu
 
 def charts(comparison: dict[str, Any], runs: Sequence[ComparedRun]) -> list[curves.Chart]:
     """The curves of these runs, without those of losses whose definitions differ."""
-    steps, evaluations = [run.record.steps for run in runs], [run.record.training_evaluations for run in runs]
+    steps, evaluations = (
+        [run.record.steps for run in runs],
+        [run.record.training_evaluations for run in runs],
+    )
     end = max((lines[-1]["step"] for lines in steps if lines), default=1)
 
-    def draw(title: str, lines_of_runs: Sequence[list[dict[str, Any]]], name: str, kind: Any) -> curves.Chart:
+    def draw(
+        title: str, lines_of_runs: Sequence[list[dict[str, Any]]], name: str, kind: Any
+    ) -> curves.Chart:
         values = [curves.values_of(lines, name) for lines in lines_of_runs]
-        lines = [curves.Line(run.name, numbers, kind) for run, numbers in zip(runs, values, strict=True)]
+        lines = [
+            curves.Line(run.name, numbers, kind) for run, numbers in zip(runs, values, strict=True)
+        ]
         return curves.draw_lines(title, lines, end)
 
     metric, differing = comparison["metric"], comparison["settings"].keys()
-    drawn = [draw(f"{runs[0].record.metric_title(metric)} on validation", evaluations, metric, "points")]
+    drawn = [
+        draw(f"{runs[0].record.metric_title(metric)} on validation", evaluations, metric, "points")
+    ]
     if not differing & LOSS_SETTINGS and metric != "loss":
         drawn.append(draw("Validation loss", evaluations, "loss", "points"))
     if not differing & TRAINING_LOSS_SETTINGS:

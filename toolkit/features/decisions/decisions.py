@@ -57,7 +57,11 @@ class Decisions(ClassAnswers):
 
     def adjust_logits(self, logits: np.ndarray) -> np.ndarray:
         thresholds = np.array([self.thresholds.get(name, 0.5) for name in self.labels.names])
-        offsets = (np.log(thresholds) - np.log1p(-thresholds)).astype(np.float32) if self.thresholds else np.float32(0)
+        offsets = (
+            (np.log(thresholds) - np.log1p(-thresholds)).astype(np.float32)
+            if self.thresholds
+            else np.float32(0)
+        )
         return self._scale(logits) - offsets
 
     def _scale(self, logits: np.ndarray) -> np.ndarray:
@@ -72,7 +76,11 @@ class Decisions(ClassAnswers):
 
     def as_json(self) -> dict[str, Any]:
         thresholds = dict(self.thresholds)
-        return {"temperature": self.temperature, "thresholds": thresholds, "abstain_below": self.abstain_below}
+        return {
+            "temperature": self.temperature,
+            "thresholds": thresholds,
+            "abstain_below": self.abstain_below,
+        }
 
     def evaluation(self, evaluation: Evaluation, compute_metrics: ComputeMetrics) -> Evaluation:
         """Replaces metrics and predictions by those of these decisions; on the main process. Adds `decisions`: metrics
@@ -80,11 +88,21 @@ class Decisions(ClassAnswers):
         if evaluation.outputs is None:
             return evaluation
         split, logits = evaluation.outputs
-        truth, probabilities, adjusted = split.labels, self.probabilities(logits), self.adjust_logits(logits)
+        truth, probabilities, adjusted = (
+            split.labels,
+            self.probabilities(logits),
+            self.adjust_logits(logits),
+        )
         metrics, effect = as_json(compute_metrics(adjusted, truth)), self.as_json()
-        plain = {name: value for name, value in evaluation.single_numbers.items() if name in metrics}
-        effect["before"] = plain | calibration_error(ClassAnswers(self.labels).probabilities(logits), truth)
-        effect["after"] = {name: metrics[name] for name in plain} | calibration_error(probabilities, truth)
+        plain = {
+            name: value for name, value in evaluation.single_numbers.items() if name in metrics
+        }
+        effect["before"] = plain | calibration_error(
+            ClassAnswers(self.labels).probabilities(logits), truth
+        )
+        effect["after"] = {name: metrics[name] for name in plain} | calibration_error(
+            probabilities, truth
+        )
         if self.labels.problem_type == _SINGLE:
             correct, answer = _correct(adjusted, truth, self.labels), adjusted.argmax(axis=1)
             confidence = np.take_along_axis(probabilities, answer[:, None], axis=1)[:, 0]
@@ -92,7 +110,9 @@ class Decisions(ClassAnswers):
             if self.abstain_below is not None:
                 answered = confidence >= self.abstain_below
                 effect["answered"] = int(answered.sum())
-                effect["accuracy_of_answered"] = float(correct[answered].mean()) if answered.any() else None
+                effect["accuracy_of_answered"] = (
+                    float(correct[answered].mean()) if answered.any() else None
+                )
         lines = partial(self.prediction_lines, split.rows, logits, truth)
         numbers = evaluation.numbers | metrics | {"decisions": effect}
         return replace(evaluation, numbers=numbers, predictions=lines)
@@ -104,16 +124,25 @@ class Decisions(ClassAnswers):
         before, after, lines = effect["before"], effect["after"], []
 
         def change(*names: str) -> str:
-            return ", ".join(f"{name} {before[name]:.4f} -> {after[name]:.4f}" for name in names if name in before)
+            return ", ".join(
+                f"{name} {before[name]:.4f} -> {after[name]:.4f}"
+                for name in names
+                if name in before
+            )
 
         if self.thresholds:
             thresholds = [f"{name} {value:.3f}" for name, value in self.thresholds.items()]
             lines.append(f"thresholds from the validation rows: {listing(thresholds, 8)}")
             lines.append(f"  on {evaluation.split}: {change('accuracy', 'f1_macro', 'f1_micro')}")
         if self.temperature != 1:
-            lines.append(f"temperature {self.temperature:.3f}, on {evaluation.split}: {change('ece', 'brier')}")
+            lines.append(
+                f"temperature {self.temperature:.3f}, on {evaluation.split}: {change('ece', 'brier')}"
+            )
         if self.abstain_below is not None:
-            share, accuracy = effect["answered"] / evaluation.numbers["num_samples"], effect["accuracy_of_answered"]
+            share, accuracy = (
+                effect["answered"] / evaluation.numbers["num_samples"],
+                effect["accuracy_of_answered"],
+            )
             suffix = "" if accuracy is None else f", of which {100 * accuracy:.1f} % are right"
             answered = f"{100 * share:.1f} % of {evaluation.split} answered"
             lines.append(f"no answer below {self.abstain_below:g}: {answered}{suffix}")
@@ -154,9 +183,13 @@ def saved_decisions(model: str, labels: Labels) -> Decisions | None:
     remedy = f"repeat the run's command to write a new one, or remove {path} to answer with the most probable class"
     thresholds, names = content.get("thresholds") or {}, list(labels.names)
     if content.get("labels") != names:
-        raise UserError(f"{path} belongs to a model with other labels than {listing(names)}: {remedy}")
+        raise UserError(
+            f"{path} belongs to a model with other labels than {listing(names)}: {remedy}"
+        )
     if unknown := [name for name in thresholds if name not in names]:
-        raise UserError(f"{path}: thresholds of {listing(unknown)}, but the labels are {listing(names)}: {remedy}")
+        raise UserError(
+            f"{path}: thresholds of {listing(unknown)}, but the labels are {listing(names)}: {remedy}"
+        )
     kind, abstain_below = labels.problem_type, content.get("abstain_below")
     too_many = kind == _SINGLE and labels.size == 2 and len(thresholds) > 1
     if kind == "regression" or too_many or (kind == MULTI and abstain_below is not None):
@@ -170,7 +203,9 @@ def _decisions_file(model: str) -> Path | None:
     if path.parent.is_dir():
         return path if path.is_file() else None
     cached = try_to_load_from_cache(model, DECISIONS)
-    if cached is None:  # one request for each commit of the model: its cache records that there is no such file
+    if (
+        cached is None
+    ):  # one request for each commit of the model: its cache records that there is no such file
         with contextlib.suppress(EntryNotFoundError, HfHubHTTPError):  # no network
             cached = hf_hub_download(model, DECISIONS)
     return Path(cached) if isinstance(cached, str) else None
@@ -184,23 +219,35 @@ def check(settings: DecisionSettings, labels: Labels) -> None:
     kind = labels.problem_type
     for name in ("tune_thresholds", "calibrate"):
         if getattr(settings, name) and kind == "regression":
-            raise UserError(f"--{name} needs probabilities of classes: these labels are numbers (regression)")
+            raise UserError(
+                f"--{name} needs probabilities of classes: these labels are numbers (regression)"
+            )
     if settings.tune_thresholds and kind == _SINGLE and labels.size > 2:
         if settings.tune_thresholds != "f1":
             why = f"{settings.tune_thresholds} is for two classes or several labels per text"
-            raise UserError(f"--tune_thresholds {why}: with {labels.size} classes use --tune_thresholds f1")
+            raise UserError(
+                f"--tune_thresholds {why}: with {labels.size} classes use --tune_thresholds f1"
+            )
         if labels.size > _MAX_TUNED_CLASSES:
-            raise UserError(f"--tune_thresholds is for at most {_MAX_TUNED_CLASSES} classes: these are {labels.size}")
+            raise UserError(
+                f"--tune_thresholds is for at most {_MAX_TUNED_CLASSES} classes: these are {labels.size}"
+            )
     two = labels.names if kind == _SINGLE and labels.size == 2 else ()
     if (positive := settings.positive_class) is not None and positive not in two:
         near = did_you_mean(positive, labels.names)
-        raise UserError(f"--positive_class {positive}{near}: name one of two classes: {listing(labels.names)}")
+        raise UserError(
+            f"--positive_class {positive}{near}: name one of two classes: {listing(labels.names)}"
+        )
     if settings.abstain_below is not None and kind != _SINGLE:
         other = "several labels per text" if kind == MULTI else "numbers"
-        raise UserError(f"--abstain_below compares the probability of one class per text: these labels are {other}")
+        raise UserError(
+            f"--abstain_below compares the probability of one class per text: these labels are {other}"
+        )
 
 
-def tune_and_save(run: Any, settings: DecisionSettings, evaluate: Callable[[Split], Evaluation]) -> None:
+def tune_and_save(
+    run: Any, settings: DecisionSettings, evaluate: Callable[[Split], Evaluation]
+) -> None:
     """Tunes on the best model's evaluation of the validation rows, writes decisions.json next to its weights, and sets
     `run.answers`. A collective."""
     path = run.folder.model / DECISIONS
@@ -211,7 +258,11 @@ def tune_and_save(run: Any, settings: DecisionSettings, evaluate: Callable[[Spli
     if validation is None:
         return
     decisions, notes = tune(settings, run.data.labels, validation)
-    content = {"labels": list(run.data.labels.names), **decisions.as_json(), "requested": vars(settings)}
+    content = {
+        "labels": list(run.data.labels.names),
+        **decisions.as_json(),
+        "requested": vars(settings),
+    }
     content["step"] = run.best.step  # a conversion of other weights does not copy the file
     text = json.dumps(content, ensure_ascii=False, indent=2)
     write_atomically(path, [text, "\n"])
@@ -220,7 +271,9 @@ def tune_and_save(run: Any, settings: DecisionSettings, evaluate: Callable[[Spli
         run.say(line)
 
 
-def tune(settings: DecisionSettings, labels: Labels, validation: Evaluation) -> tuple[Decisions, list[str]]:
+def tune(
+    settings: DecisionSettings, labels: Labels, validation: Evaluation
+) -> tuple[Decisions, list[str]]:
     """(the tuned decisions, warnings). Raises UserError for an evaluation without logits."""
     if validation.outputs is None:
         remedy = "let evaluate return toolkit.evaluation.classification_evaluation(...), or drop these settings"
@@ -228,7 +281,9 @@ def tune(settings: DecisionSettings, labels: Labels, validation: Evaluation) -> 
     logits, truth = validation.outputs[1], validation.outputs[0].labels
     temperature, thresholds, notes = 1.0, dict[str, float](), []
     if settings.calibrate and _correct(logits, truth, labels).all():
-        notes.append("temperature 1: without mistakes on the validation rows there is nothing to calibrate on")
+        notes.append(
+            "temperature 1: without mistakes on the validation rows there is nothing to calibrate on"
+        )
     elif settings.calibrate:
         temperature = fit_temperature(logits, truth)
         if temperature > 0.99 * _TEMPERATURES[1]:
@@ -237,25 +292,41 @@ def tune(settings: DecisionSettings, labels: Labels, validation: Evaluation) -> 
     if settings.tune_thresholds:
         # in float64, so that a threshold fits between any two scores
         thresholds = _thresholds(settings, logits.astype(np.float64) / temperature, truth, labels)
-        rows = truth.sum(axis=0) if labels.problem_type == MULTI else np.bincount(truth, minlength=labels.size)
+        rows = (
+            truth.sum(axis=0)
+            if labels.problem_type == MULTI
+            else np.bincount(truth, minlength=labels.size)
+        )
         few = np.minimum(rows, len(truth) - rows) < _FEW_ROWS
-        if rare := [name for name, is_rare in zip(labels.names, few, strict=True) if is_rare and name in thresholds]:
+        if rare := [
+            name
+            for name, is_rare in zip(labels.names, few, strict=True)
+            if is_rare and name in thresholds
+        ]:
             why = f"each has fewer than {_FEW_ROWS} validation rows with or without it"
             notes.append(f"thresholds of {listing(rare, 5)}: {why}")
     return Decisions(labels, temperature, thresholds, settings.abstain_below), notes
 
 
-def _thresholds(settings: DecisionSettings, logits: np.ndarray, truth: np.ndarray, labels: Labels) -> dict[str, float]:
+def _thresholds(
+    settings: DecisionSettings, logits: np.ndarray, truth: np.ndarray, labels: Labels
+) -> dict[str, float]:
     if labels.problem_type == _SINGLE and labels.size > 2:
         return dict(zip(labels.names, best_thresholds(truth, logits).tolist(), strict=True))
     if labels.problem_type == MULTI:
-        binary = {name: (logits[:, column], truth[:, column] > 0.5) for column, name in enumerate(labels.names)}
+        binary = {
+            name: (logits[:, column], truth[:, column] > 0.5)
+            for column, name in enumerate(labels.names)
+        }
     else:
         name = settings.positive_class or labels.names[1]
         column = labels.names.index(name)
         binary = {name: (logits[:, column] - logits[:, 1 - column], truth == column)}
     criterion = str(settings.tune_thresholds)
-    return {name: best_threshold(true, 1 / (1 + np.exp(-score)), criterion) for name, (score, true) in binary.items()}
+    return {
+        name: best_threshold(true, 1 / (1 + np.exp(-score)), criterion)
+        for name, (score, true) in binary.items()
+    }
 
 
 def fit_temperature(logits: np.ndarray, truth: np.ndarray) -> float:
@@ -266,7 +337,9 @@ def fit_temperature(logits: np.ndarray, truth: np.ndarray) -> float:
     target = torch.tensor(truth, dtype=torch.float64 if truth.ndim == 2 else torch.int64)
     loss = F.binary_cross_entropy_with_logits if truth.ndim == 2 else F.cross_entropy
     bounds = tuple(np.log(_TEMPERATURES))
-    result = minimize_scalar(lambda log: loss(scores / np.exp(log), target).item(), bounds=bounds, method="bounded")
+    result = minimize_scalar(
+        lambda log: loss(scores / np.exp(log), target).item(), bounds=bounds, method="bounded"
+    )
     return float(np.exp(result.x))
 
 
@@ -302,7 +375,9 @@ def best_thresholds(truth: np.ndarray, scores: np.ndarray) -> np.ndarray:
     def f1_sum() -> float:
         guess = (scores - offsets).argmax(axis=1)
         hits = np.bincount(truth[guess == truth], minlength=classes)
-        return float(np.sum(2 * hits / np.maximum(np.bincount(guess, minlength=classes) + class_sizes, 1)))
+        return float(
+            np.sum(2 * hits / np.maximum(np.bincount(guess, minlength=classes) + class_sizes, 1))
+        )
 
     best = f1_sum()
     for _ in range(_MAX_ROUNDS):
@@ -312,8 +387,12 @@ def best_thresholds(truth: np.ndarray, scores: np.ndarray) -> np.ndarray:
             others[:, c] = -np.inf
             runner_up = others.argmax(axis=1)  # (N,): the answer if it is not class c
             margin = scores[:, c] - others[np.arange(count), runner_up]
-            order = np.argsort(-margin, kind="stable")  # (N,): as the offset falls, rows switch to c in this order
-            ends = np.append(np.flatnonzero(np.diff(margin[order])), count - 1)  # equal margins switch together
+            order = np.argsort(
+                -margin, kind="stable"
+            )  # (N,): as the offset falls, rows switch to c in this order
+            ends = np.append(
+                np.flatnonzero(np.diff(margin[order])), count - 1
+            )  # equal margins switch together
             f1 = _f1_after_each_switch(truth[order], runner_up[order], c, class_sizes)[ends]
             if f1.max() > best + 1e-9:
                 end = int(ends[f1.argmax()])
@@ -328,7 +407,9 @@ def best_thresholds(truth: np.ndarray, scores: np.ndarray) -> np.ndarray:
     return np.clip(1 / (1 + np.exp(-offsets)), 1e-6, 1 - 1e-6)
 
 
-def _f1_after_each_switch(truth: np.ndarray, runner_up: np.ndarray, c: int, class_sizes: np.ndarray) -> np.ndarray:
+def _f1_after_each_switch(
+    truth: np.ndarray, runner_up: np.ndarray, c: int, class_sizes: np.ndarray
+) -> np.ndarray:
     """(N,): the sum of the classes' F1 after the first 1 to N rows have switched from their runner-up to class `c`."""
     counts = np.arange(1, len(truth) + 1)
     total = 2 * np.cumsum(truth == c) / (counts + class_sizes[c])
@@ -348,7 +429,11 @@ def _f1_after_each_switch(truth: np.ndarray, runner_up: np.ndarray, c: int, clas
 
 def _correct(logits: np.ndarray, truth: np.ndarray, labels: Labels) -> np.ndarray:
     """(N,) bool: whether each row's class, or all of its labels, are correct."""
-    return logits.argmax(axis=1) == truth if labels.problem_type == _SINGLE else ((logits > 0) == truth).all(axis=1)
+    return (
+        logits.argmax(axis=1) == truth
+        if labels.problem_type == _SINGLE
+        else ((logits > 0) == truth).all(axis=1)
+    )
 
 
 def calibration_error(probabilities: np.ndarray, truth: np.ndarray) -> dict[str, Any]:
@@ -362,10 +447,17 @@ def calibration_error(probabilities: np.ndarray, truth: np.ndarray) -> dict[str,
         brier = float(np.mean((probabilities - truth) ** 2))
     else:
         confidence, correct = probabilities.max(axis=1), probabilities.argmax(axis=1) == truth
-        brier = float(np.mean(((probabilities - np.eye(probabilities.shape[1])[truth]) ** 2).sum(axis=1)))
+        brier = float(
+            np.mean(((probabilities - np.eye(probabilities.shape[1])[truth]) ** 2).sum(axis=1))
+        )
     bin_of = np.minimum((confidence * _BINS).astype(int), _BINS - 1)
-    count, total, hits = (np.bincount(bin_of, weight, _BINS) for weight in (None, confidence, correct))
-    bins = [[int(count[b]), float(total[b] / count[b]), float(hits[b] / count[b])] for b in np.flatnonzero(count)]
+    count, total, hits = (
+        np.bincount(bin_of, weight, _BINS) for weight in (None, confidence, correct)
+    )
+    bins = [
+        [int(count[b]), float(total[b] / count[b]), float(hits[b] / count[b])]
+        for b in np.flatnonzero(count)
+    ]
     ece = float(np.abs(total - hits).sum() / len(confidence))
     return {"ece": ece, "brier": brier, "bins": bins}
 
@@ -375,8 +467,15 @@ def coverage(confidence: np.ndarray, correct: np.ndarray) -> list[list[float]]:
     order = np.argsort(-confidence, kind="stable")
     hits = np.cumsum(correct[order])
     num_rows = len(confidence)
-    counts = [count for count in dict.fromkeys(np.round(_COVERAGES * num_rows).astype(int).tolist()) if count]
-    return [[count / num_rows, float(hits[count - 1] / count), float(confidence[order[count - 1]])] for count in counts]
+    counts = [
+        count
+        for count in dict.fromkeys(np.round(_COVERAGES * num_rows).astype(int).tolist())
+        if count
+    ]
+    return [
+        [count / num_rows, float(hits[count - 1] / count), float(confidence[order[count - 1]])]
+        for count in counts
+    ]
 
 
 # ---- charts of the report page
@@ -404,7 +503,11 @@ def coverage_chart(points: Sequence[Sequence[float]], below: float | None) -> Ch
     def draw(axes: Axes) -> None:
         axes.plot(shares, accuracies, color="C0")
         if below is not None:
-            answered = [share for share, chance in zip(shares, probabilities, strict=True) if chance >= below]
+            answered = [
+                share
+                for share, chance in zip(shares, probabilities, strict=True)
+                if chance >= below
+            ]
             axes.axvline(max(answered, default=0), **DASHED)
         axes.set(xlabel="share of rows answered", ylabel="accuracy", xlim=(0, 1.02))
 

@@ -15,10 +15,14 @@ from toolkit.utils.features import Feature, PagePart
 
 
 def _criterion(text: str | None) -> str | None:
-    if text is None or re.fullmatch(r"f1|precision_at_recall=(0?\.\d+|1)|cost=\d*\.?\d+:\d*\.?\d+", text):
+    if text is None or re.fullmatch(
+        r"f1|precision_at_recall=(0?\.\d+|1)|cost=\d*\.?\d+:\d*\.?\d+", text
+    ):
         return text
     precision = "precision_at_recall=0.9 (the best precision with a recall of at least 90 %)"
-    raise ValueError(f"give f1, {precision}, or cost=1:5 (cost of a false positive and of a false negative)")
+    raise ValueError(
+        f"give f1, {precision}, or cost=1:5 (cost of a false positive and of a false negative)"
+    )
 
 
 @section
@@ -73,7 +77,11 @@ class DecisionsFeature(Feature):
         from toolkit.features.decisions.decisions import coverage_chart, reliability_chart
 
         charts = [reliability_chart(effect["before"], effect["after"])]
-        charts += [coverage_chart(effect["coverage"], effect["abstain_below"])] if "coverage" in effect else []
+        charts += (
+            [coverage_chart(effect["coverage"], effect["abstain_below"])]
+            if "coverage" in effect
+            else []
+        )
         context = {"effect": effect, "charts": charts}
         return PagePart(Path(__file__).with_name("page.html"), context, {"decisions": "Decisions"})
 

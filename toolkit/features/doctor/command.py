@@ -55,9 +55,13 @@ def _parser() -> Parser:
         "--main_process_port. Exit codes: 0 nothing failed, 1 something did, 130 interrupted.",
         allow_abbrev=False,
     )
-    parser.add_argument("--peers", metavar="A,B", help="all machines' addresses, the first one first")
+    parser.add_argument(
+        "--peers", metavar="A,B", help="all machines' addresses, the first one first"
+    )
     parser.add_argument("--output_dir", default="runs", help="where a run would write [runs]")
-    parser.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="to wait for the others [30]")
+    parser.add_argument(
+        "--timeout", type=float, default=30.0, metavar="SECONDS", help="to wait for the others [30]"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     return parser
 
@@ -66,7 +70,9 @@ def _machines(peers_option: str | None, words: Sequence[str]) -> tuple[Machines,
     """(the machines, whether a run would compute on CPUs), from launch options."""
     options, rest = launch_options.split_arguments(words)
     if rest:
-        hint = did_you_mean(rest[0].lstrip("-"), [*launch_options.OPTIONS, "peers", "timeout", "output_dir"])
+        hint = did_you_mean(
+            rest[0].lstrip("-"), [*launch_options.OPTIONS, "peers", "timeout", "output_dir"]
+        )
         raise UserError(f"toolkit doctor takes no settings of a recipe: {rest[0]}{hint}")
     path, config = Path("this line"), dict[str, Any]()
     if options.config_file:
@@ -81,11 +87,15 @@ def _machines(peers_option: str | None, words: Sequence[str]) -> tuple[Machines,
 def _check(words: Sequence[str]) -> int:
     options, rest = _parser().parse_known_args(list(words))
     if not 1 <= options.timeout <= _LONGEST_TIMEOUT:
-        raise UserError(f"--timeout {options.timeout:g}: give seconds from 1 to {_LONGEST_TIMEOUT:.0f}")
+        raise UserError(
+            f"--timeout {options.timeout:g}: give seconds from 1 to {_LONGEST_TIMEOUT:.0f}"
+        )
     machines, use_cpu = _machines(options.peers, rest)
     out = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace")
     os.dup2(2, 1)  # NCCL_DEBUG writes to stdout
-    os.environ["PYTHONSAFEPATH"] = "1"  # so that collect_env's `python -m pip` imports nothing from this folder
+    os.environ["PYTHONSAFEPATH"] = (
+        "1"  # so that collect_env's `python -m pip` imports nothing from this folder
+    )
     hardware = call_with_timeout(_CHECK_SECONDS, devices.query_devices)
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "devices": partial(devices.check, hardware, os.environ),
@@ -99,11 +109,21 @@ def _check(words: Sequence[str]) -> int:
         uses_nccl = bool(hardware.nccl) and not use_cpu
         checks["between the machines"] = partial(peers.check, machines, options.timeout, uses_nccl)
     areas = {area: _findings(area, check, options.timeout) for area, check in checks.items()}
-    name, levels = printable(socket.gethostname(), 100), [each.level for group in areas.values() for each in group]
+    name, levels = (
+        printable(socket.gethostname(), 100),
+        [each.level for group in areas.values() for each in group],
+    )
     failed = "fail" in levels
     if options.json:
-        findings = [{"area": area, **asdict(each)} for area, group in areas.items() for each in group]
-        facts = {"host": name, "ok": not failed, "findings": findings, "environment": hardware.environment}
+        findings = [
+            {"area": area, **asdict(each)} for area, group in areas.items() for each in group
+        ]
+        facts = {
+            "host": name,
+            "ok": not failed,
+            "findings": findings,
+            "environment": hardware.environment,
+        }
         print(json.dumps(facts, ensure_ascii=False), file=out, flush=True)
     else:
         print(f"{name}\n\n{report(areas)}\n\n{summary(levels)}", file=out, flush=True)

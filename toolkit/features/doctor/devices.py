@@ -12,7 +12,10 @@ from toolkit.features.doctor.finding import Finding
 from toolkit.features.doctor.host import install_command
 
 _MAX_BYTES_IN_USE = 1 << 30
-_QUERY = ("--query-gpu=index,name,memory.total,memory.used,driver_version", "--format=csv,noheader,nounits")
+_QUERY = (
+    "--query-gpu=index,name,memory.total,memory.used,driver_version",
+    "--format=csv,noheader,nounits",
+)
 
 
 @dataclass(frozen=True)
@@ -53,18 +56,24 @@ def query_devices() -> Devices:
         status, out, err = collect_env.run([collect_env.get_nvidia_smi(), *_QUERY])
     except FileNotFoundError:
         status, out, err = 0, "", ""
-    rows = [] if status else [[cell.strip() for cell in line.split(",")] for line in out.splitlines()]
+    rows = (
+        [] if status else [[cell.strip() for cell in line.split(",")] for line in out.splitlines()]
+    )
     distributed = torch.distributed.is_available()
     faults = [missing_kernels(index) for index in range(count)]
     return Devices(
         gpus=[row for row in rows if len(row) == 5],  # not its messages
-        driver_fault=printable((out or err or f"exit status {status}").splitlines()[0]) if status else "",
+        driver_fault=printable((out or err or f"exit status {status}").splitlines()[0])
+        if status
+        else "",
         torch=str(torch.__version__),
         cuda=torch.version.cuda,
         accelerator=str(torch.accelerator.current_accelerator() or "cpu"),
         names=[torch.cuda.get_device_name(index) for index in range(count)],
         faults=[fault for fault in faults if fault],
-        nccl=".".join(map(str, torch.cuda.nccl.version())) if count and torch.version.cuda and distributed else "",
+        nccl=".".join(map(str, torch.cuda.nccl.version()))
+        if count and torch.version.cuda and distributed
+        else "",
         gloo=distributed and torch.distributed.is_gloo_available(),
         warnings=[str(record.message)[:500] for record in records if "CUDA" in str(record.message)],
         environment=collect_env.get_env_info()._asdict(),
@@ -77,13 +86,17 @@ def check(devices: Devices, env: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("torch", "fail", f"torch cannot be imported: {devices.import_error}", install)
         return
     if fault := devices.driver_fault:
-        remedy = "sudo reboot" if "mismatch" in fault else "`sudo dmesg | grep -iE 'nvrm|xid'` shows why"
+        remedy = (
+            "sudo reboot" if "mismatch" in fault else "`sudo dmesg | grep -iE 'nvrm|xid'` shows why"
+        )
         yield Finding("driver", "fail", f"nvidia-smi fails: {fault}", remedy)
     elif devices.gpus:
         yield Finding("driver", "ok", f"NVIDIA {devices.gpus[0][-1]}")
     yield _check_torch(devices, env, install)
     for index, name, memory, used, _ in devices.gpus:
-        total, in_use = (int(size) << 20 if size.isdigit() else 0 for size in (memory, used))  # "[N/A]" on some
+        total, in_use = (
+            int(size) << 20 if size.isdigit() else 0 for size in (memory, used)
+        )  # "[N/A]" on some
         text = f"{name}, {size_text(in_use)} of {size_text(total)} in use"
         busy = in_use > max(_MAX_BYTES_IN_USE, total // 20)
         remedy = f"find the process by `nvidia-smi` or `sudo fuser -v /dev/nvidia{index}`, and kill it if it is stale"
@@ -93,7 +106,12 @@ def check(devices: Devices, env: Mapping[str, str]) -> Iterator[Finding]:
     elif devices.gloo:
         yield Finding("backend", "ok", "gloo between processes (NCCL needs GPUs)")
     else:
-        yield Finding("backend", "fail", "this torch has no NCCL and no gloo: it cannot run several processes", install)
+        yield Finding(
+            "backend",
+            "fail",
+            "this torch has no NCCL and no gloo: it cannot run several processes",
+            install,
+        )
 
 
 def _check_torch(devices: Devices, env: Mapping[str, str], install: str) -> Finding:
@@ -101,18 +119,27 @@ def _check_torch(devices: Devices, env: Mapping[str, str], install: str) -> Find
     count, version, remedy = len(devices.gpus), f"torch {devices.torch}", install
     why = printable("; ".join(devices.warnings)) or "torch does not say why"
     if devices.faults:
-        return Finding("torch", "fail", devices.faults[0], "a build of torch for CUDA 12.6 (pytorch.org)")
+        return Finding(
+            "torch", "fail", devices.faults[0], "a build of torch for CUDA 12.6 (pytorch.org)"
+        )
     if devices.names:
-        kind, names = f"CUDA {devices.cuda}" if devices.cuda else "ROCm", ", ".join(sorted(set(devices.names)))
+        kind, names = (
+            f"CUDA {devices.cuda}" if devices.cuda else "ROCm",
+            ", ".join(sorted(set(devices.names))),
+        )
         text = f"{version} with {kind} sees {len(devices.names)} GPU{'s' * (len(devices.names) > 1)} ({names})"
         return Finding("torch", "ok", text)
     if not count:
-        return Finding("torch", "note", f"{version} computes on {devices.accelerator}: no NVIDIA GPU here")
+        return Finding(
+            "torch", "note", f"{version} computes on {devices.accelerator}: no NVIDIA GPU here"
+        )
     if not devices.cuda:
         text = f"{version} is built without CUDA, and this machine has {count} NVIDIA GPU(s)"
         remedy += "  (the build for Linux on PyPI has CUDA)"
     elif "CUDA_VISIBLE_DEVICES" in env:
-        text = f"torch sees no GPU of {count}: CUDA_VISIBLE_DEVICES is {env['CUDA_VISIBLE_DEVICES']!r}"
+        text = (
+            f"torch sees no GPU of {count}: CUDA_VISIBLE_DEVICES is {env['CUDA_VISIBLE_DEVICES']!r}"
+        )
         remedy = "unset CUDA_VISIBLE_DEVICES"
     else:
         driver = devices.gpus[0][-1]

@@ -27,7 +27,9 @@ Areas = dict[str, list[Finding]]
 
 def report(areas: Mapping[str, Sequence[Finding]]) -> str:
     """A heading for each area, a line for each finding, the remedy below it."""
-    width = max((len(finding.name) for findings in areas.values() for finding in findings), default=0)
+    width = max(
+        (len(finding.name) for findings in areas.values() for finding in findings), default=0
+    )
     lines = []
     for area, findings in areas.items():
         lines += [area] * bool(findings)
@@ -41,4 +43,8 @@ def report(areas: Mapping[str, Sequence[Finding]]) -> str:
 def summary(levels: Sequence[Level]) -> str:
     """`failures: 2, warnings: 1`, or `no problems found`."""
     failures, warnings = levels.count("fail"), levels.count("warn")
-    return f"failures: {failures}, warnings: {warnings}" if failures or warnings else "no problems found"
+    return (
+        f"failures: {failures}, warnings: {warnings}"
+        if failures or warnings
+        else "no problems found"
+    )

@@ -21,7 +21,15 @@ from toolkit.utils.versions import ALL_PACKAGES, check_requirements, requirement
 
 _LITTLE_DISK, _NO_DISK, _SMALL_SHM = 10e9, 1e9, 1e9
 # launcher variables that belong to a job, or do no harm
-_IGNORED_VARIABLES = ("SLURM_", "OMPI_", "PMI", "MPI_", "MV2_", "TORCH_NCCL_", "ACCELERATE_LOG_LEVEL")
+_IGNORED_VARIABLES = (
+    "SLURM_",
+    "OMPI_",
+    "PMI",
+    "MPI_",
+    "MV2_",
+    "TORCH_NCCL_",
+    "ACCELERATE_LOG_LEVEL",
+)
 _NETWORK_VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_", "FI_", "CUDA_VISIBLE_DEVICES")
 
 
@@ -63,7 +71,9 @@ def check_disk(output: Path) -> Iterator[Finding]:
     shm = Path("/dev/shm")
     if shm.is_dir() and (size := psutil.disk_usage(str(shm)).total) < _SMALL_SHM:
         text = f"{shm} has only {size_text(size)}: NCCL and data loaders may fail with a bus error"
-        yield Finding("shared memory", "warn", text, "`docker run --shm-size=8g ...` (or --ipc=host)")
+        yield Finding(
+            "shared memory", "warn", text, "`docker run --shm-size=8g ...` (or --ipc=host)"
+        )
 
 
 def check_builds(env: Mapping[str, str]) -> Iterator[Finding]:
@@ -87,11 +97,17 @@ def check_builds(env: Mapping[str, str]) -> Iterator[Finding]:
 
 def check_shell(env: Mapping[str, str]) -> Iterator[Finding]:
     """Environment variables that silently change how a run starts."""
-    names = sorted(name for name in set(env) - set(clean_environment(env)) if not name.startswith(_IGNORED_VARIABLES))
+    names = sorted(
+        name
+        for name in set(env) - set(clean_environment(env))
+        if not name.startswith(_IGNORED_VARIABLES)
+    )
     if names:
         text = f"this shell has a launcher's variables: {', '.join(f'{name}={env[name]}' for name in names)}"
         yield Finding("launcher", "warn", printable(text), f"unset {shlex.join(names)}")
-    if variables := [f"{name}={env[name]}" for name in sorted(env) if name.startswith(_NETWORK_VARIABLES)]:
+    if variables := [
+        f"{name}={env[name]}" for name in sorted(env) if name.startswith(_NETWORK_VARIABLES)
+    ]:
         yield Finding("variables", "note", printable(", ".join(variables)))
 
 
@@ -103,14 +119,20 @@ def check_interfaces(machines: Machines) -> Iterator[Finding]:
         if name in states and not network.is_loopback(address):
             state = "" if states[name].isup else "down, "
             texts.append(f"{name} {address} ({state}MTU {states[name].mtu})")
-    yield Finding("interfaces", "ok", ", ".join(texts) or "this machine has only its loopback interface")
+    yield Finding(
+        "interfaces", "ok", ", ".join(texts) or "this machine has only its loopback interface"
+    )
     if machines.count == 1:
         return
     target = machines.first
     address = network.source_address_for(target) or ""
     if address in interfaces:
-        yield Finding("chosen", "ok", f"{interfaces[address]} ({address}), by the route to {target}")
+        yield Finding(
+            "chosen", "ok", f"{interfaces[address]} ({address}), by the route to {target}"
+        )
     else:
         remedy = f"`ip route get {shlex.quote(target)}`, `ip -br link`"
         yield Finding("chosen", "fail", f"no interface leads to {target}", remedy)
-    yield Finding("this one", "ok", f"machine {machines.rank} of {machines.count} ({machines.rank_source})")
+    yield Finding(
+        "this one", "ok", f"machine {machines.rank} of {machines.count} ({machines.rank_source})"
+    )

@@ -30,7 +30,9 @@ def check(machines: Machines, timeout: float, uses_nccl: bool) -> Iterator[Findi
         yield from _why_missing(machines)
         return
     hosts = ", ".join(printable(host, 100) for host in met.hosts)
-    yield Finding("machines", "ok", f"{hosts} found each other, with the same Python, libraries and code")
+    yield Finding(
+        "machines", "ok", f"{hosts} found each other, with the same Python, libraries and code"
+    )
     for backend in ("gloo", "nccl") if uses_nccl else ("gloo",):
         measure = functools.partial(_measure, met.store, machines, backend)
         try:
@@ -59,9 +61,15 @@ def _measure(store: Any, machines: Machines, backend: str) -> float:
     world, timeout = machines.count, timedelta(seconds=_REDUCE_SECONDS)
     if not distributed.is_initialized():
         group_store = distributed.PrefixStore("group", store)
-        distributed.init_process_group("gloo", store=group_store, rank=machines.rank, world_size=world, timeout=timeout)
+        distributed.init_process_group(
+            "gloo", store=group_store, rank=machines.rank, world_size=world, timeout=timeout
+        )
     group: Any = distributed.new_group(backend=backend, timeout=timeout)
-    device, expected, durations = "cuda:0" if backend == "nccl" else "cpu", world * (world + 1) / 2, []
+    device, expected, durations = (
+        "cuda:0" if backend == "nccl" else "cpu",
+        world * (world + 1) / 2,
+        [],
+    )
     for _ in range(_REPEATS):  # the first one sets up connections
         numbers = torch.full((_BYTES // 4,), float(machines.rank + 1), device=device)
         float(numbers[0])  # synchronises the device

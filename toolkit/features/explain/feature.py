@@ -20,7 +20,9 @@ class ExplainFeature(Feature):
                 help="colour the words by their attribution in this many of the worst mistakes, at most 20 [0]",
             )  # fmt: skip
 
-    def results(self, folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any) -> Sequence[str]:
+    def results(
+        self, folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any
+    ) -> Sequence[str]:
         from toolkit.report.files import architecture
 
         if data is None or not data.facts.get("labels") or not architecture(folder / "model"):
@@ -35,7 +37,9 @@ class ExplainFeature(Feature):
         if not page.record.data.get("labels"):
             raise UserError("--explain is for classification and regression only")
         if not page.texts:
-            remedy = "which this machine's cache lacks: run `toolkit prepare` with the run's settings"
+            remedy = (
+                "which this machine's cache lacks: run `toolkit prepare` with the run's settings"
+            )
             raise UserError(f"--explain needs the texts of the last evaluation, {remedy}")
         from markupsafe import Markup
 
@@ -45,7 +49,9 @@ class ExplainFeature(Feature):
         explanations = explain(page.folder, page.record.data, page.worst[:rows], page.texts)
         words = Path(__file__).with_name("words.html")
         texts = {place: Markup(render(words, each)) for place, each in explanations.items()}
-        return PagePart(Path(__file__).with_name("page.html"), {"explanations": explanations}, texts=texts)
+        return PagePart(
+            Path(__file__).with_name("page.html"), {"explanations": explanations}, texts=texts
+        )
 
 
 FEATURE = ExplainFeature()

@@ -33,7 +33,9 @@ class Word(NamedTuple):
     attribution: float = 0.0
 
 
-def explain(folder: Path, data: dict[str, Any], samples: Sequence[Any], texts: Sequence[str]) -> dict[int, Any]:
+def explain(
+    folder: Path, data: dict[str, Any], samples: Sequence[Any], texts: Sequence[str]
+) -> dict[int, Any]:
     """Explains samples by the run's saved model in this process -> place of a sample -> variables of words.html: the
     words, and the outcomes that positive and negative attributions favour.
 
@@ -48,7 +50,9 @@ def explain(folder: Path, data: dict[str, Any], samples: Sequence[Any], texts: S
     labels = Labels(data["problem_type"], tuple(data["labels"]), ())
     explanations = {}
     for sample in samples:
-        pair = texts[sample.place].split("\n", 1) if data.get("text_pair") else [texts[sample.place]]  # see `join_pair`
+        pair = (
+            texts[sample.place].split("\n", 1) if data.get("text_pair") else [texts[sample.place]]
+        )  # see `join_pair`
         encoded = tokenizer(
             *pair, truncation="longest_first", max_length=data["max_length"], return_tensors="pt",
             return_special_tokens_mask=True, return_offsets_mapping=True,
@@ -58,10 +62,14 @@ def explain(folder: Path, data: dict[str, Any], samples: Sequence[Any], texts: S
         towards, against, output_of = _choose_output(labels, sample)
         attributions = attribute(model, encoded, output_of).tolist()
         spans = encoded["offset_mapping"][0].tolist()
-        tokens = list(zip(encoded.sequence_ids(0), spans, encoded.word_ids(0), attributions, strict=True))
+        tokens = list(
+            zip(encoded.sequence_ids(0), spans, encoded.word_ids(0), attributions, strict=True)
+        )
         words = []
         for number, text in enumerate(pair):
-            words += join_tokens(text, [(*span, word, value) for part, span, word, value in tokens if part == number])
+            words += join_tokens(
+                text, [(*span, word, value) for part, span, word, value in tokens if part == number]
+            )
         explanations[sample.place] = {
             "towards": towards, "against": against, "words": words,
             "scale": max(abs(word.attribution) for word in words) or 1.0,
@@ -70,12 +78,16 @@ def explain(folder: Path, data: dict[str, Any], samples: Sequence[Any], texts: S
     return explanations
 
 
-def _choose_output(labels: Labels, sample: Any) -> tuple[str, str, Callable[[torch.Tensor], torch.Tensor]]:
+def _choose_output(
+    labels: Labels, sample: Any
+) -> tuple[str, str, Callable[[torch.Tensor], torch.Tensor]]:
     """(`towards`, `against`, (B, C) logits -> the explained output (B,))."""
     if labels.problem_type == "single_label_classification":
         guess, truth = labels.names.index(sample.prediction), labels.names.index(sample.label)
         return sample.prediction, sample.label, lambda logits: logits[:, guess] - logits[:, truth]
-    if labels.problem_type == "multi_label_classification":  # the wrong label with the highest confidence
+    if (
+        labels.problem_type == "multi_label_classification"
+    ):  # the wrong label with the highest confidence
         errors = dict(sample.added) | {name: 1 - chance for name, chance in sample.missed}
         name = max(errors, key=errors.__getitem__)
         return name, f"not {name}", lambda logits: logits[:, labels.names.index(name)]
@@ -83,12 +95,16 @@ def _choose_output(labels: Labels, sample: Any) -> tuple[str, str, Callable[[tor
     return f"a greater {labels.names[place]}", "a smaller one", lambda logits: logits[:, place]
 
 
-def attribute(model: Any, encoded: Mapping[str, torch.Tensor], output_of: Callable[..., torch.Tensor]) -> torch.Tensor:
+def attribute(
+    model: Any, encoded: Mapping[str, torch.Tensor], output_of: Callable[..., torch.Tensor]
+) -> torch.Tensor:
     """Attributions (S,) of the tokens of one text, `encoded` (1, S) with its `special_tokens_mask`."""
     from captum.attr import LayerIntegratedGradients
 
     ids, special = encoded["input_ids"], encoded["special_tokens_mask"].bool()
-    others = {name: encoded[name] for name in ("attention_mask", "token_type_ids") if name in encoded}
+    others = {
+        name: encoded[name] for name in ("attention_mask", "token_type_ids") if name in encoded
+    }
 
     def output(ids: torch.Tensor) -> torch.Tensor:
         inputs = {name: values.expand_as(ids) for name, values in others.items()}
@@ -98,7 +114,9 @@ def attribute(model: Any, encoded: Mapping[str, torch.Tensor], output_of: Callab
     baseline = torch.where(special, ids, model.config.get_text_config().pad_token_id or 0)
     rows = max(1, _MAX_TOKENS // ids.shape[1])
     # (1, S, H); a BigBird pads S to a multiple of its block
-    attributions = gradients.attribute(ids, baseline, n_steps=_POINTS, method="gausslegendre", internal_batch_size=rows)
+    attributions = gradients.attribute(
+        ids, baseline, n_steps=_POINTS, method="gausslegendre", internal_batch_size=rows
+    )
     return attributions.sum(dim=-1)[0, : ids.shape[1]].float().cpu()
 
 
@@ -111,7 +129,9 @@ def join_tokens(text: str, tokens: Iterable[tuple[int, int, int | None, float]])
     for start, end, number, attribution in tokens:
         piece = text[max(start, done) : end]
         word = None if _CJK.search(piece) else number
-        if words and (not piece or (word is not None and word == last)):  # no piece: another byte of a character
+        if words and (
+            not piece or (word is not None and word == last)
+        ):  # no piece: another byte of a character
             words[-1] = Word(words[-1].text + text[done:end], words[-1].attribution + attribution)
         else:
             words += [Word(text[done:start]), Word(piece, attribution)]

@@ -29,7 +29,13 @@ from toolkit.data.tokens import LengthBuckets, Split
 from toolkit.demo import model_path
 from toolkit.errors import UserError, first_line
 from toolkit.evaluation.answers import DECISIONS, ClassAnswers
-from toolkit.evaluation.saved_model import SavedModel, choose_columns, choose_labels, training_quoting, training_run
+from toolkit.evaluation.saved_model import (
+    SavedModel,
+    choose_columns,
+    choose_labels,
+    training_quoting,
+    training_run,
+)
 from toolkit.models.exported import FILES, INPUTS, export_format, no_statistics
 from toolkit.pretrained import quiet_transformers
 from toolkit.utils.extras import require_extra
@@ -59,7 +65,9 @@ def export(options: Any) -> None:
         raise UserError("--calibration_file has no effect without --int8")
     for name in ("text_column", "text_pair", "label_column"):
         if getattr(options, name) and not (options.validation_file or options.calibration_file):
-            raise UserError(f"--{name} has no effect without --validation_file: the run names the columns of its data")
+            raise UserError(
+                f"--{name} has no effect without --validation_file: the run names the columns of its data"
+            )
     require_extra(options.to, options.to, *_packages(options))
     saved, answers = _open_model(options.model)
     max_length = saved.choose_max_length(options.max_length, bool(options.text_pair))
@@ -71,26 +79,43 @@ def export(options: Any) -> None:
     with explain_write_errors(out), replace_folder(out) as draft, quiet_transformers():
         try:
             with _quiet():
-                convert(model, draft, _calibration_inputs(calibration, model) if options.int8 else [])
+                convert(
+                    model, draft, _calibration_inputs(calibration, model) if options.int8 else []
+                )
         except Exception as error:  # each converter raises its own
             reason = f"{type(error).__name__}: {first_line(error)[:300]}"
-            raise UserError(f"--to {options.to} cannot take this {type(model).__name__} [{reason}]") from error
+            raise UserError(
+                f"--to {options.to} cannot take this {type(model).__name__} [{reason}]"
+            ) from error
         model.config.save_pretrained(draft)  # with the label names
         saved.tokenizer.save_pretrained(draft)
         # of a model of the hub `SavedModel` has cached it
-        decisions = source / DECISIONS if source.is_dir() else try_to_load_from_cache(str(source), DECISIONS)
+        decisions = (
+            source / DECISIONS
+            if source.is_dir()
+            else try_to_load_from_cache(str(source), DECISIONS)
+        )
         if Path(str(decisions)).is_file():
             shutil.copyfile(str(decisions), draft / DECISIONS)
         exported = SavedModel(str(draft))
         exported.load(saved.accelerator, saved.max_length, *_BATCH)
         after = answers.adjust_logits(exported.compute_outputs(validation))
-        result, losses = compare(before, after, validation.labels if has_labels else None, answers.labels)
+        result, losses = compare(
+            before, after, validation.labels if has_labels else None, answers.labels
+        )
         result = f"{result}, on {len(validation)} rows of {validation.name}"
-        too_much = {name: points for name, points in losses.items() if points > getattr(options, name)}
+        too_much = {
+            name: points for name, points in losses.items() if points > getattr(options, name)
+        }
         if too_much:
             allowed = " and ".join(f"--{name} {getattr(options, name):g}" for name in too_much)
-            passes = " ".join(f"--{name} {math.ceil(100 * points - 1e-6) / 100:g}" for name, points in too_much.items())
-            raise UserError(f"{out} was not written: {result}, which exceeds {allowed}; to accept this, pass {passes}")
+            passes = " ".join(
+                f"--{name} {math.ceil(100 * points - 1e-6) / 100:g}"
+                for name, points in too_much.items()
+            )
+            raise UserError(
+                f"{out} was not written: {result}, which exceeds {allowed}; to accept this, pass {passes}"
+            )
         _write_card(draft, source, options, result)
     print(f"{result}\nwrote {out}: toolkit predict {out} FILE")
 
@@ -118,15 +143,24 @@ def _open_model(name: str) -> tuple[SavedModel, ClassAnswers]:
 def _load_texts(options: Any, saved: Any) -> tuple[Split | None, Split, bool]:
     """(training texts for 8 bits, validation texts, whether these have labels), from the files or the model's run."""
     names = ["validation_file", *["calibration_file"] * options.int8]
-    splits = {name: _read_split(file, options, saved) for name in names if (file := getattr(options, name))}
+    splits = {
+        name: _read_split(file, options, saved)
+        for name in names
+        if (file := getattr(options, name))
+    }
     if missing := [f"--{name}" for name in names if name not in splits]:
         data = _training_data(options.model, saved, options.max_length)
         if data is None:
             why = "is in no run folder that names its data, or of one of several folds"
             raise UserError(f"{options.model} {why}: pass {' and '.join(missing)}")
         if tuple(data.labels.names) != tuple(saved.answers.labels.names):
-            raise UserError(f"the data of {options.model}'s run have other classes now: pass --validation_file")
-        splits = {"validation_file": (data.validation, True), "calibration_file": (data.train, True)} | splits
+            raise UserError(
+                f"the data of {options.model}'s run have other classes now: pass --validation_file"
+            )
+        splits = {
+            "validation_file": (data.validation, True),
+            "calibration_file": (data.train, True),
+        } | splits
     return splits["calibration_file"][0] if options.int8 else None, *splits["validation_file"]
 
 
@@ -136,20 +170,32 @@ def _training_data(name: str, saved: Any, max_length: int | None) -> Any:
     if not run["identity"] or run["settings"].get("folds"):
         return None
     settings = run["settings"] | {"max_length": max_length or run["data"].get("max_length")}
-    if Path(folder := run["launch"].get("folder", "")).is_dir():  # relative paths are of that working directory
+    if Path(
+        folder := run["launch"].get("folder", "")
+    ).is_dir():  # relative paths are of that working directory
         names = ["train_file", "validation_file", "test_file", "label_names_file"]
         names += [name for feature in features() for name in feature.paths]
-        settings |= {name: str(Path(folder, settings[name])) for name in names if settings.get(name)}
+        settings |= {
+            name: str(Path(folder, settings[name])) for name in names if settings.get(name)
+        }
     task = tasks().get(run["identity"].get("recipe"), TaskSettings)
-    fields = {key: field for part in sections_of(task).values() for key, field in fields_of(part).items()}
-    known = {key: settings[key] for key, field in fields.items() if settings.get(key, field.default) != field.default}
+    fields = {
+        key: field for part in sections_of(task).values() for key, field in fields_of(part).items()
+    }
+    known = {
+        key: settings[key]
+        for key, field in fields.items()
+        if settings.get(key, field.default) != field.default
+    }
     return prepare_data(build(task, known), saved.tokenizer, saved.config)
 
 
 def _read_split(file: str, options: Any, saved: Any) -> tuple[Split, bool]:
     """(the texts of a file, whether it has labels)."""
     table = read_file(file, TextSettings(quoting=training_quoting(options.model, file)))
-    column, pair = choose_columns(options.model, table, options.text_column, options.text_pair, options.label_column)
+    column, pair = choose_columns(
+        options.model, table, options.text_column, options.text_pair, options.label_column
+    )
     pairs = saved.read_texts(table, pair) if pair else None
     split = replace(saved.tokenize(saved.read_texts(table, column), pairs), name=table.name)
     if labels := choose_labels(options.model, table, options.label_column, saved.answers.labels):
@@ -161,10 +207,16 @@ def _calibration_inputs(split: Split | None, model: Any) -> list[dict[str, np.nd
     """The model's inputs, (1, S) int64, for evenly spaced texts without padding."""
     assert split is not None
     texts = []
-    for row in np.linspace(0, len(split) - 1, min(_CALIBRATION_TEXTS, len(split))).astype(int).tolist():
+    for row in (
+        np.linspace(0, len(split) - 1, min(_CALIBRATION_TEXTS, len(split))).astype(int).tolist()
+    ):
         ids = split.tokens(row)[None].astype(np.int64)
         types = ids * 0 if split.token_types is None else split.token_types[split.span(row)][None]
-        inputs = {"input_ids": ids, "attention_mask": ids * 0 + 1, "token_type_ids": types.astype(np.int64)}
+        inputs = {
+            "input_ids": ids,
+            "attention_mask": ids * 0 + 1,
+            "token_type_ids": types.astype(np.int64),
+        }
         texts.append({name: inputs[name] for name in _inputs_of(model)})
     return texts
 
@@ -180,13 +232,20 @@ def compare(
         same = 100 * (1 - np.square(after - before).sum(axis=0) / np.maximum(spread, 1e-12)).min()
         return f"{same:.2f} % of the variance of its numbers is the same", {"max_drop": 100 - same}
     single = labels.problem_type == "single_label_classification"
-    answers = [logits.argmax(axis=1)[:, None] if single else logits > 0 for logits in (before, after)]
+    answers = [
+        logits.argmax(axis=1)[:, None] if single else logits > 0 for logits in (before, after)
+    ]
     same = 100 * float((answers[0] == answers[1]).all(axis=1).mean())
     result, losses = f"{same:.2f} % of the answers are the same", {"max_changed": 100 - same}
     if truth is None:
         return result, losses
-    torchs, exported = (100 * float((each == truth.reshape(len(truth), -1)).all(axis=1).mean()) for each in answers)
-    return f"accuracy {exported:.2f} % (torch {torchs:.2f} %), {result}", {"max_drop": torchs - exported, **losses}
+    torchs, exported = (
+        100 * float((each == truth.reshape(len(truth), -1)).all(axis=1).mean()) for each in answers
+    )
+    return f"accuracy {exported:.2f} % (torch {torchs:.2f} %), {result}", {
+        "max_drop": torchs - exported,
+        **losses,
+    }
 
 
 # The converters
@@ -223,7 +282,9 @@ def _to_openvino(model: Any, folder: Path, texts: list[dict[str, np.ndarray]]) -
     import openvino
 
     module, names, example = _traceable(model)
-    graph = openvino.convert_model(module, example_input=example, input=[openvino.PartialShape([-1, -1])] * len(names))
+    graph = openvino.convert_model(
+        module, example_input=example, input=[openvino.PartialShape([-1, -1])] * len(names)
+    )
     for port, name in zip(graph.inputs, names, strict=True):
         port.get_tensor().set_names({name})
     graph.outputs[0].get_tensor().set_names({"logits"})

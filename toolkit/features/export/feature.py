@@ -13,15 +13,38 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", help="a run's model folder, any classifier, or a hub name")
     add("out", help="the folder to create")
     add("--to", choices=("openvino", "onnx"), required=True, help="the runtime")
-    add("--int8", action="store_true", help="8-bit weights and activations, calibrated on real texts")
+    add(
+        "--int8",
+        action="store_true",
+        help="8-bit weights and activations, calibrated on real texts",
+    )
     points = functools.partial(parser.add_argument, type=float, metavar="POINTS")
-    points("--max_drop", default=0.5, help="allowed drop of accuracy (regression: explained variance) in points [0.5]")
-    points("--max_changed", default=2.0, help="how many of 100 answers may change, right or wrong [2]")
-    add("--validation_file", metavar="FILE", help="rows to check on; default: the run's validation rows")
-    add("--calibration_file", metavar="FILE", help="texts for --int8; default: the run's training rows")
+    points(
+        "--max_drop",
+        default=0.5,
+        help="allowed drop of accuracy (regression: explained variance) in points [0.5]",
+    )
+    points(
+        "--max_changed", default=2.0, help="how many of 100 answers may change, right or wrong [2]"
+    )
+    add(
+        "--validation_file",
+        metavar="FILE",
+        help="rows to check on; default: the run's validation rows",
+    )
+    add(
+        "--calibration_file",
+        metavar="FILE",
+        help="texts for --int8; default: the run's training rows",
+    )
     for name in ("text_column", "text_pair", "label_column"):
         add(f"--{name}", metavar="NAME", help="the column in these files")
-    add("--max_length", type=int, metavar="TOKENS", help="longer texts are truncated; default: the model's limit")
+    add(
+        "--max_length",
+        type=int,
+        metavar="TOKENS",
+        help="longer texts are truncated; default: the model's limit",
+    )
 
 
 FEATURE = Feature(Command(

@@ -11,7 +11,9 @@ import numpy as np
 SIMILAR = 0.8
 """Near duplicates have at least this Jaccard similarity of character 5-grams."""
 _SHINGLE, _BANDS, _ROWS = 5, 16, 4  # of pairs with similarity SIMILAR 99.98 % share a band
-_MULTIPLIERS = 2 * np.random.default_rng(20210714).integers(1, 2**63, _BANDS * _ROWS, np.uint64) + np.uint64(1)
+_MULTIPLIERS = 2 * np.random.default_rng(20210714).integers(
+    1, 2**63, _BANDS * _ROWS, np.uint64
+) + np.uint64(1)
 _MIXER = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -32,7 +34,10 @@ def near_duplicates(texts: Sequence[str]) -> list[list[int]]:
         first_with: dict[bytes, int] = {}
         for number, keys in enumerate(bands):
             earlier = leader[first_with.setdefault(keys[band], number)]
-            if earlier != leader[number] == number and similarity(unique[earlier], unique[number]) >= SIMILAR:
+            if (
+                earlier != leader[number] == number
+                and similarity(unique[earlier], unique[number]) >= SIMILAR
+            ):
                 leader[number] = earlier
     groups: dict[int, list[int]] = defaultdict(list)
     for number, text in enumerate(unique):

@@ -35,7 +35,10 @@ class FoldSettings:
             return
         if values.get("output_dir") is None:
             yield "--folds needs --output_dir, where the same command continues with the next unfinished fold"
-        if str(values.get("overwrite_output_dir", False)).lower() == "true" or values.get("resume", "auto") != "auto":
+        if (
+            str(values.get("overwrite_output_dir", False)).lower() == "true"
+            or values.get("resume", "auto") != "auto"
+        ):
             yield "--folds always resumes: drop --overwrite_output_dir and --resume, or name another --output_dir"
 
 
@@ -48,16 +51,22 @@ class FoldsFeature(Feature):
     def sections(self, settings_class: type) -> Mapping[str, type]:
         return {"folds": FoldSettings} if has_section(settings_class, DataSettings) else {}
 
-    def data_facts(self, settings: Any, facts: Mapping[str, Any], accelerator: Any) -> dict[str, Any]:
+    def data_facts(
+        self, settings: Any, facts: Mapping[str, Any], accelerator: Any
+    ) -> dict[str, Any]:
         from toolkit.features.folds.split import data_facts
 
         folds = section_in(settings, FoldSettings)
         return data_facts(settings, folds.folds, folds.label_corrections, facts, accelerator)
 
-    def select_rows(self, settings: Any, facts: Mapping[str, Any], rows: Any, targets: Any) -> tuple[Any, list[str]]:
+    def select_rows(
+        self, settings: Any, facts: Mapping[str, Any], rows: Any, targets: Any
+    ) -> tuple[Any, list[str]]:
         from toolkit.features.folds.split import select_rows
 
-        return select_rows(settings, section_in(settings, FoldSettings).label_corrections, facts, rows, targets)
+        return select_rows(
+            settings, section_in(settings, FoldSettings).label_corrections, facts, rows, targets
+        )
 
     def run_settings(self, settings: Any, data: Any, accelerator: Any) -> Any:
         if "fold" not in data.feature_facts:
@@ -66,7 +75,9 @@ class FoldsFeature(Feature):
 
         return settings_of_fold(accelerator, settings, data.feature_facts["fold"])
 
-    def results(self, folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any) -> Sequence[str]:
+    def results(
+        self, folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any
+    ) -> Sequence[str]:
         if data is None or "fold" not in data.feature_facts:
             return ()
         from toolkit.features.folds.page import finish_fold
@@ -74,7 +85,9 @@ class FoldsFeature(Feature):
         return finish_fold(folder, data, evaluation)
 
     def next_command(self, folder: Path, settings: Any) -> str | None:
-        return None if section_in(settings, FoldSettings).folds is None else ""  # the next fold starts by itself
+        return (
+            None if section_in(settings, FoldSettings).folds is None else ""
+        )  # the next fold starts by itself
 
     def folder_page(self, folder: Path) -> Path | None:
         from toolkit.features.folds.split import FOLDS

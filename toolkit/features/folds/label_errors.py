@@ -20,7 +20,9 @@ class Suspect(NamedTuple):
     """Probability of the label minus that of the suggestion; lower is more certain."""
 
 
-def find_suspects(probabilities: np.ndarray, labels: np.ndarray, answers: np.ndarray) -> list[Suspect]:
+def find_suspects(
+    probabilities: np.ndarray, labels: np.ndarray, answers: np.ndarray
+) -> list[Suspect]:
     """Confident learning (Northcutt, Jiang and Chuang, 2021), the most certain suspects first.
 
     Takes out-of-fold probabilities (N, C), labels (N,) or, each label for itself, (N, C) of 0 and 1, and predictions in
@@ -33,19 +35,27 @@ def find_suspects(probabilities: np.ndarray, labels: np.ndarray, answers: np.nda
     flips: dict[int, list[Suspect]] = defaultdict(list)
     for column in range(labels.shape[1]):
         binary = np.stack([1 - probabilities[:, column], probabilities[:, column]], axis=1)
-        for suspect in _find_in_classes(binary, labels[:, column].astype(int), answers[:, column].astype(int)):
+        for suspect in _find_in_classes(
+            binary, labels[:, column].astype(int), answers[:, column].astype(int)
+        ):
             flips[suspect.row].append(suspect._replace(suggested=(column,)))
     merged = []
     for row, of_row in flips.items():
         flipped = {suspect.suggested[0] for suspect in of_row}
-        suggested = tuple(c for c in range(labels.shape[1]) if bool(labels[row, c]) != (c in flipped))
+        suggested = tuple(
+            c for c in range(labels.shape[1]) if bool(labels[row, c]) != (c in flipped)
+        )
         merged.append(Suspect(row, suggested, min(suspect.margin for suspect in of_row)))
     return sorted(merged, key=lambda suspect: suspect.margin)
 
 
-def _find_in_classes(probabilities: np.ndarray, labels: np.ndarray, answers: np.ndarray) -> list[Suspect]:
+def _find_in_classes(
+    probabilities: np.ndarray, labels: np.ndarray, answers: np.ndarray
+) -> list[Suspect]:
     classes = range(probabilities.shape[1])
-    thresholds = np.array([probabilities[labels == c, c].mean() if (labels == c).any() else np.inf for c in classes])
+    thresholds = np.array(
+        [probabilities[labels == c, c].mean() if (labels == c).any() else np.inf for c in classes]
+    )
     confident = np.where(probabilities >= thresholds, probabilities, -1.0)
     other = confident.argmax(axis=1)
     rows = np.flatnonzero((confident.max(axis=1) >= 0) & (other != labels) & (answers != labels))

@@ -39,7 +39,9 @@ def finish_fold(folder: Path, data: Prepared, evaluation: Evaluation) -> list[st
     if evaluation.predictions:  # on the main process
         split, fold = data.validation, data.feature_facts["fold"]
         groups = split.group_cells() or [{}] * len(split)
-        rows = zip(evaluation.predictions(), split.texts(), split.lengths.tolist(), groups, strict=True)
+        rows = zip(
+            evaluation.predictions(), split.texts(), split.lengths.tolist(), groups, strict=True
+        )
         write_atomically(folder / PART, (
             dumps({**line, "fold": fold, "tokens": tokens, "sources": sources, "text_digest": text_digest(text),
                    "text": text}) + "\n"
@@ -58,29 +60,47 @@ def write_folds(folder: Path) -> list[str]:
     Raises UserError for unfinished folds, and unless each row has exactly one prediction.
     """
     if remaining := unfinished(folder):
-        raise UserError(f"{folder}: fold {listing(remaining)} has not finished: start the same command again")
+        raise UserError(
+            f"{folder}: fold {listing(remaining)} has not finished: start the same command again"
+        )
     runs = [fold_folder(folder, fold) for fold in fold_numbers(folder)]
     records = [Record.load(run) for run in runs]
-    lines = sorted((line for run in runs for line in read_lines(run / PART)), key=lambda line: line["id"])
+    lines = sorted(
+        (line for run in runs for line in read_lines(run / PART)), key=lambda line: line["id"]
+    )
     expected = sum(record.data["samples"]["validation"] for record in records)
     ids = np.array([line["id"] for line in lines])
     fault = ids_fault(ids, np.unique(ids))
     if fault or expected != len(lines):
-        raise UserError(f"{folder}: not one prediction for each row ({fault or f'{len(lines)} of {expected}'})")
+        raise UserError(
+            f"{folder}: not one prediction for each row ({fault or f'{len(lines)} of {expected}'})"
+        )
     write_atomically(folder / "out_of_fold.jsonl", (dumps(line) + "\n" for line in lines))
-    labels = Labels(cast(ProblemType, records[0].problem_type), tuple(records[0].data["labels"]), ())
+    labels = Labels(
+        cast(ProblemType, records[0].problem_type), tuple(records[0].data["labels"]), ()
+    )
     analysis = _analysis(lines, labels)
     analysis["warnings"] += _differing_settings([record.settings for record in records])
-    write_atomically(folder / ERRORS, (dumps(line) + "\n" for line in _errors(lines, analysis["suspects"], labels)))
-    shown = [_row(lines[suspect.row], suspect, labels) for suspect in analysis["suspects"][:_MAX_SUSPECTS]]
-    of_folds = [record.last.single_numbers for record in records]  # a user's recipe may have other metrics
+    write_atomically(
+        folder / ERRORS,
+        (dumps(line) + "\n" for line in _errors(lines, analysis["suspects"], labels)),
+    )
+    shown = [
+        _row(lines[suspect.row], suspect, labels)
+        for suspect in analysis["suspects"][:_MAX_SUSPECTS]
+    ]
+    of_folds = [
+        record.last.single_numbers for record in records
+    ]  # a user's recipe may have other metrics
     names = [name for name, value in analysis["metrics"].items()
              if isinstance(value, float) and all(name in metrics for metrics in of_folds)]  # fmt: skip
     spread = {name: statistics.stdev([metrics[name] for metrics in of_folds]) for name in names}
     context = {**analysis, "record": records[0], "records": records, "folder": folder.resolve().name, "shown": shown,
                "names": names, "spread": spread, "count": len(lines), "similar": SIMILAR,
                "max_groups": _MAX_GROUPS, "max_of_group": _MAX_OF_GROUP}  # fmt: skip
-    write_atomically(folder / "report.html", [render(Path(__file__).with_name("folds.html"), context)])
+    write_atomically(
+        folder / "report.html", [render(Path(__file__).with_name("folds.html"), context)]
+    )
     results = "  ".join(f"{name} {analysis['metrics'][name]:.4f}" for name in names)
     return [
         *analysis["warnings"],
@@ -94,16 +114,24 @@ def write_folds(folder: Path) -> list[str]:
 
 def _differing_settings(folds: Sequence[dict[str, Any]]) -> list[str]:
     """A warning if the command has changed between folds."""
-    names = {name for name, value in folds[0].items() if any(fold.get(name) != value for fold in folds)}
+    names = {
+        name for name, value in folds[0].items() if any(fold.get(name) != value for fold in folds)
+    }
     names -= {"output_dir", "overwrite_output_dir"}
-    return [f"the folds were trained with different settings: {listing(sorted(names))}"] if names else []
+    return (
+        [f"the folds were trained with different settings: {listing(sorted(names))}"]
+        if names
+        else []
+    )
 
 
 def _analysis(lines: Sequence[dict[str, Any]], labels: Labels) -> dict[str, Any]:
     """Metrics, suspects, groups of near duplicates and slices of all rows."""
     duplicates = _duplicates(lines)
     if labels.problem_type == "regression":
-        guess, truth = (np.array([line[name] for line in lines]) for name in ("prediction", "label"))
+        guess, truth = (
+            np.array([line[name] for line in lines]) for name in ("prediction", "label")
+        )
         metrics = classification_metrics(guess.reshape(len(lines), -1), truth, labels)
         return {**duplicates, "metrics": metrics, "suspects": [], "slices": [], "warnings": []}
     probabilities = np.array([line["probabilities"] for line in lines])
@@ -115,14 +143,19 @@ def _analysis(lines: Sequence[dict[str, Any]], labels: Labels) -> dict[str, Any]
         )
         scores = probabilities - 0.5
     else:
-        truth, answers = (np.array([classes[line[key]] for line in lines]) for key in ("label", "prediction"))
+        truth, answers = (
+            np.array([classes[line[key]] for line in lines]) for key in ("label", "prediction")
+        )
         scores = probabilities
     wrong = np.array([line["prediction"] != line["label"] for line in lines])
     sliced = {"length": length_bins(np.array([line["tokens"] for line in lines]))}
     # a column may have only one value, or too many, among the rows of a fold: these rows (None) are in no slice
     names = dict.fromkeys(name for line in lines for name in line["sources"])
     sliced |= {name: [line["sources"].get(name) for line in lines] for name in names}
-    sliced["label"] = [", ".join(line["label"]) if labels.problem_type == MULTI else line["label"] for line in lines]
+    sliced["label"] = [
+        ", ".join(line["label"]) if labels.problem_type == MULTI else line["label"]
+        for line in lines
+    ]
     return {
         **duplicates,
         "metrics": classification_metrics(scores, truth, labels),
@@ -136,28 +169,43 @@ def _analysis(lines: Sequence[dict[str, Any]], labels: Labels) -> dict[str, Any]
 def _list_warnings(truth: np.ndarray, answers: np.ndarray, labels: Labels) -> list[str]:
     """Reasons not to trust the suspects. Takes classes (N,), or (N, C) of 0 and 1."""
     columns = np.arange(labels.size)
-    truth_by_class, answers_by_class = (x if x.ndim == 2 else x[:, None] == columns for x in (truth, answers))
+    truth_by_class, answers_by_class = (
+        x if x.ndim == 2 else x[:, None] == columns for x in (truth, answers)
+    )
     never_predicted = (truth_by_class.sum(axis=0) >= MIN_ROWS) & ~answers_by_class.any(axis=0)
     warnings = []
     if balanced_skill(truth, answers) < _WEAK:
         accuracy = (truth_by_class == answers_by_class).all(axis=1).mean()
         largest = np.unique(truth, axis=0, return_counts=True)[1].max() / len(truth)
         shares = f"{100 * accuracy:.1f} % of the rows, and the same answer for all would be for {100 * largest:.1f} %"
-        warnings.append(f"do not rely on the list of wrong labels: the models are right for {shares}")
+        warnings.append(
+            f"do not rely on the list of wrong labels: the models are right for {shares}"
+        )
     if never_predicted.any():
         names = listing(labels.names[c] for c in np.flatnonzero(never_predicted))
-        warnings.append(f"the models never predict {names}: rows with these labels are suspected whatever the text")
+        warnings.append(
+            f"the models never predict {names}: rows with these labels are suspected whatever the text"
+        )
     if warnings:
-        warnings[-1] += "; train longer (--num_train_epochs, --learning_rate), or take a larger model"
+        warnings[-1] += (
+            "; train longer (--num_train_epochs, --learning_rate), or take a larger model"
+        )
     return warnings
 
 
 def _duplicates(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """`groups` of near duplicates, those with different labels, of which one must be wrong, first; `leaks`: rows with a
     near duplicate in the training rows of their fold's model."""
-    rows = [[lines[row] for row in group] for group in near_duplicates([line["text"] for line in lines])]
-    groups = [{"lines": group, "differ": any(line["label"] != group[0]["label"] for line in group)} for group in rows]
-    leaks = sum(any(other["fold"] != line["fold"] for other in group) for group in rows for line in group)
+    rows = [
+        [lines[row] for row in group] for group in near_duplicates([line["text"] for line in lines])
+    ]
+    groups = [
+        {"lines": group, "differ": any(line["label"] != group[0]["label"] for line in group)}
+        for group in rows
+    ]
+    leaks = sum(
+        any(other["fold"] != line["fold"] for other in group) for group in rows for line in group
+    )
     return {"groups": sorted(groups, key=lambda group: not group["differ"]), "leaks": leaks}
 
 
@@ -166,7 +214,9 @@ def _label(classes: Sequence[int], labels: Labels) -> Any:
     return names if labels.problem_type == MULTI else names[0]
 
 
-def _errors(lines: Sequence[dict[str, Any]], errors: Sequence[Suspect], labels: Labels) -> list[dict[str, Any]]:
+def _errors(
+    lines: Sequence[dict[str, Any]], errors: Sequence[Suspect], labels: Labels
+) -> list[dict[str, Any]]:
     return [
         {"id": line["id"], "text_digest": line["text_digest"], "label": _label(suspect.suggested, labels),
          "original_label": line["label"], "margin": round(suspect.margin, 6), "text": line["text"]}
@@ -181,7 +231,15 @@ def _row(line: dict[str, Any], suspect: Suspect, labels: Labels) -> dict[str, An
     if labels.problem_type == MULTI:
         names, choices = sorted({*line["label"], *suggested}), [suggested]
     else:
-        names, likely = [line["label"], suggested], sorted(each, key=lambda name: -each[name])[:_MAX_CHOICES]
+        names, likely = (
+            [line["label"], suggested],
+            sorted(each, key=lambda name: -each[name])[:_MAX_CHOICES],
+        )
         choices = [suggested, *(name for name in likely if name not in names)]
     written = [(json.dumps(choice, ensure_ascii=False), choice) for choice in choices]
-    return {**line, "suggested": suggested, "shown": [(name, each[name]) for name in names], "choices": written}
+    return {
+        **line,
+        "suggested": suggested,
+        "shown": [(name, each[name]) for name in names],
+        "choices": written,
+    }

@@ -36,7 +36,11 @@ def fold_folder(output_dir: str | Path, fold: int) -> Path:
 
 def unfinished(output_dir: str | Path) -> list[int]:
     """Folds without predictions, from 1."""
-    return [fold for fold in fold_numbers(output_dir) if not (fold_folder(output_dir, fold) / PART).is_file()]
+    return [
+        fold
+        for fold in fold_numbers(output_dir)
+        if not (fold_folder(output_dir, fold) / PART).is_file()
+    ]
 
 
 def fold_numbers(output_dir: str | Path) -> range:
@@ -45,12 +49,19 @@ def fold_numbers(output_dir: str | Path) -> range:
 
 
 def data_facts(
-    settings: Any, folds: int | None, corrections: str | None, facts: Mapping[str, Any], accelerator: Accelerator | None
+    settings: Any,
+    folds: int | None,
+    corrections: str | None,
+    facts: Mapping[str, Any],
+    accelerator: Accelerator | None,
 ) -> dict[str, Any]:
     """The facts of `--folds` and `--label_corrections`, such as `fold`, the fold to train now."""
     added: dict[str, Any] = {}
     if corrections:
-        lines = [correction.model_dump() for _, correction in _read_corrections(Path(corrections)).values()]
+        lines = [
+            correction.model_dump()
+            for _, correction in _read_corrections(Path(corrections)).values()
+        ]
         added["label_corrections"] = text_digest(json.dumps(lines))
     if folds:
         refuse_leaks(settings, accelerator)
@@ -82,12 +93,20 @@ def refuse_leaks(settings: Any, accelerator: Accelerator | None) -> None:
     for setting in ("model_name_or_path", "teacher"):
         name = str(values.get(setting) or "")
         run = training_run(name) if name else {"data": {}}
-        if run["data"].get("labels") and _source(run["settings"], run["launch"].get("folder")) == _source(values):
-            other = "leave --teacher out" if setting == "teacher" else "name the model that it was fine-tuned from"
+        if run["data"].get("labels") and _source(
+            run["settings"], run["launch"].get("folder")
+        ) == _source(values):
+            other = (
+                "leave --teacher out"
+                if setting == "teacher"
+                else "name the model that it was fine-tuned from"
+            )
             why = "was trained on these rows' labels (its run's config.json), and --folds would predict them again"
             raise UserError(f"--{setting} {name} {why}: {other}")
     if values.get("teacher") and accelerator is not None:
-        why = "the folds repeat them: the out-of-fold predictions are too good, and hide wrong labels"
+        why = (
+            "the folds repeat them: the out-of-fold predictions are too good, and hide wrong labels"
+        )
         line = f"--teacher {values['teacher']}: if it was trained on these rows' labels, {why}"
         launch.log_on_main(accelerator, line)
 
@@ -119,7 +138,11 @@ def next_fold(accelerator: Accelerator | None, output_dir: str, folds: int, dige
 def settings_of_fold(accelerator: Accelerator, settings: Any, fold: int) -> Any:
     """The settings of one fold's run, in its own folder; a folder without a checkpoint to resume from is moved away."""
     folder = fold_folder(settings.training.output_dir, fold)
-    stale = accelerator.is_main_process and folder.exists() and not any(folder.glob("checkpoints/step-*/state.json"))
+    stale = (
+        accelerator.is_main_process
+        and folder.exists()
+        and not any(folder.glob("checkpoints/step-*/state.json"))
+    )
     training = replace(settings.training, output_dir=str(folder), overwrite_output_dir=stale)
     return replace(settings, training=training)
 
@@ -131,26 +154,36 @@ def _next(folder: Path, folds: int, digest: str) -> int:
         known = read_table(folder / FOLDS, {"folds": _COUNT})
         if known != {"folds": folds, "digest": digest}:
             hint = f"give the same --folds (here {folds}), data, --data_seed and text settings, or name another folder"
-            raise UserError(f"--output_dir {folder} has {known.get('folds')} folds of another command: {hint}")
+            raise UserError(
+                f"--output_dir {folder} has {known.get('folds')} folds of another command: {hint}"
+            )
     else:
         with explain_write_errors(folder), replace_file(folder / FOLDS) as draft:
             draft.write_text(json.dumps({"folds": folds, "digest": digest}), encoding="utf-8")
     if not (remaining := unfinished(folder)):
-        raise UserError(f"{folder}: all {folds} folds are done; `toolkit report {folder}` writes their page")
+        raise UserError(
+            f"{folder}: all {folds} folds are done; `toolkit report {folder}` writes their page"
+        )
     return remaining[0]
 
 
-def split_fold(rows: Rows, targets: Targets, folds: int, fold: int, seed: int) -> tuple[dict[str, Rows], str]:
+def split_fold(
+    rows: Rows, targets: Targets, folds: int, fold: int, seed: int
+) -> tuple[dict[str, Rows], str]:
     """({"train": rows, "validation": rows}, note) of one of `folds` folds, stratified by class if there are classes.
     All rows of a text are in one fold. Raises UserError for fewer texts than folds."""
     import pandas as pd
     from sklearn.model_selection import KFold, StratifiedKFold
 
-    first = pd.factorize(rows.hashes)[0]  # (rows,) the place of a row's text among the different texts
+    first = pd.factorize(rows.hashes)[
+        0
+    ]  # (rows,) the place of a row's text among the different texts
     different = rows.take(np.unique(first, return_index=True)[1])  # the first row of each text
     count = len(different)
     if count < folds:
-        raise UserError(f"{rows.table.name}: {count} different texts are too few for --folds {folds}")
+        raise UserError(
+            f"{rows.table.name}: {count} different texts are too few for --folds {folds}"
+        )
     classes = targets.strata(different.targets)
     stratified = classes is not None and int(np.bincount(classes).max()) >= folds
     kind: Any = StratifiedKFold if stratified else KFold
@@ -158,8 +191,13 @@ def split_fold(rows: Rows, targets: Targets, folds: int, fold: int, seed: int) -
         warnings.simplefilter("ignore", UserWarning)
         parts = list(kind(folds, shuffle=True, random_state=seed).split(np.zeros(count), classes))
     held_out = np.isin(first, parts[fold - 1][1])
-    note = f"fold {fold} of {folds}: {held_out.sum()} of {len(rows)} rows for validation (seed {seed})"
-    return {"train": rows.take(np.flatnonzero(~held_out)), "validation": rows.take(np.flatnonzero(held_out))}, note
+    note = (
+        f"fold {fold} of {folds}: {held_out.sum()} of {len(rows)} rows for validation (seed {seed})"
+    )
+    return {
+        "train": rows.take(np.flatnonzero(~held_out)),
+        "validation": rows.take(np.flatnonzero(held_out)),
+    }, note
 
 
 def text_digest(text: str) -> str:
@@ -175,7 +213,11 @@ def correct_labels(rows: Rows, targets: Labels, file: str) -> tuple[Rows, str]:
     index_of = {int(row): index for index, row in enumerate(rows.numbers)}
     corrections = _read_corrections(Path(file))
     texts = _texts_of(sorted(index_of[row] for row in corrections if row in index_of), rows)
-    encoded, is_kept, counts = rows.targets.copy(), np.ones(len(index_of), bool), {"changed": 0, "same": 0, "out": 0}
+    encoded, is_kept, counts = (
+        rows.targets.copy(),
+        np.ones(len(index_of), bool),
+        {"changed": 0, "same": 0, "out": 0},
+    )
     for row, (line, correction) in corrections.items():
         where = f"--label_corrections {file}, line {line}: id {row} (row {row + 1} of {rows.table.name})"
         if row not in index_of:
@@ -191,7 +233,10 @@ def correct_labels(rows: Rows, targets: Labels, file: str) -> tuple[Rows, str]:
         counts["same" if np.array_equal(value, encoded[index]) else "changed"] += 1
         encoded[index] = value
     summary = f"{counts['changed']} labels changed, {counts['same']} unchanged, {counts['out']} rows left out"
-    changed, note = replace(rows, targets=encoded), f"{rows.table.name}: {summary} (--label_corrections {file})"
+    changed, note = (
+        replace(rows, targets=encoded),
+        f"{rows.table.name}: {summary} (--label_corrections {file})",
+    )
     return changed if is_kept.all() else changed.take(np.flatnonzero(is_kept)), note
 
 
@@ -201,14 +246,24 @@ def _encode(label: Any, labels: Labels, where: str) -> Any:
     unknown = [name for name in names if name not in labels.names]
     if unknown or labels.problem_type == "regression" or isinstance(label, list) != multi:
         near = did_you_mean(str(unknown[0]), labels.names) if unknown else ""
-        raise UserError(f"{where}: {label!r} is no label{near}: the classes are {listing(labels.names)}")
-    return np.array([name in names for name in labels.names], np.float32) if multi else labels.names.index(label)
+        raise UserError(
+            f"{where}: {label!r} is no label{near}: the classes are {listing(labels.names)}"
+        )
+    return (
+        np.array([name in names for name in labels.names], np.float32)
+        if multi
+        else labels.names.index(label)
+    )
 
 
 def _texts_of(indices: list[int], rows: Rows) -> dict[int, str]:
     """Index -> text; pairs are joined as in reports."""
     blocks = rows.take(np.array(indices, np.int64)).texts()
-    texts = (join_pair(text, pairs[i]) if pairs else text for texts, pairs in blocks for i, text in enumerate(texts))
+    texts = (
+        join_pair(text, pairs[i]) if pairs else text
+        for texts, pairs in blocks
+        for i, text in enumerate(texts)
+    )
     return dict(zip(indices, texts, strict=True))
 
 
@@ -225,7 +280,9 @@ class _Correction(pydantic.BaseModel, strict=True):
 def _read_corrections(path: Path) -> dict[int, tuple[int, _Correction]]:
     """Row -> (line, correction). Raises UserError naming an invalid line, or the second one of a row."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # not splitlines(): texts may contain U+0085
+        lines = path.read_text(encoding="utf-8-sig").split(
+            "\n"
+        )  # not splitlines(): texts may contain U+0085
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--label_corrections {path} cannot be read: {error}") from None
     corrections: dict[int, tuple[int, _Correction]] = {}
@@ -240,5 +297,7 @@ def _read_corrections(path: Path) -> dict[int, tuple[int, _Correction]]:
                 "label, or null to leave the row out}, as in label_errors.jsonl or the file saved by report.html"
             ) from None
         if corrections.setdefault(correction.id, (number, correction))[0] != number:
-            raise UserError(f"--label_corrections {path}, line {number}: id {correction.id} has two lines")
+            raise UserError(
+                f"--label_corrections {path}, line {number}: id {correction.id} has two lines"
+            )
     return corrections

@@ -59,7 +59,10 @@ class HubFeature(Feature):
 
 
 def _name(settings: Any) -> str:
-    return section_in(settings, HubSettings).hub_model_id or Path(settings.training.output_dir).resolve().name
+    return (
+        section_in(settings, HubSettings).hub_model_id
+        or Path(settings.training.output_dir).resolve().name
+    )
 
 
 def create_repository(name: str, private: bool | None) -> str:
@@ -69,13 +72,19 @@ def create_repository(name: str, private: bool | None) -> str:
     from huggingface_hub.errors import RepositoryNotFoundError
 
     if constants.HF_HUB_OFFLINE:
-        raise UserError("--push_to_hub: HF_HUB_OFFLINE is set: unset it, or upload the run's model/ from elsewhere")
+        raise UserError(
+            "--push_to_hub: HF_HUB_OFFLINE is set: unset it, or upload the run's model/ from elsewhere"
+        )
     if not get_token():
-        raise UserError("--push_to_hub needs a token with write access: export HF_TOKEN=..., or `hf auth login`")
+        raise UserError(
+            "--push_to_hub needs a token with write access: export HF_TOKEN=..., or `hf auth login`"
+        )
     try:
         repository = str(HfApi().create_repo(name, private=private, exist_ok=True).repo_id)
         with contextlib.suppress(RepositoryNotFoundError):  # an endpoint that has no such check
-            auth_check(repository, write=True)  # `create_repo` accepts a token that cannot write to an existing one
+            auth_check(
+                repository, write=True
+            )  # `create_repo` accepts a token that cannot write to an existing one
         return repository
     except Exception as error:  # of the library, of its checks and of the network below it
         why = f"cannot create {name} on {constants.ENDPOINT} [{first_line(error)}]"

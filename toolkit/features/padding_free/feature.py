@@ -25,11 +25,17 @@ class PaddingFreeFeature(Feature):
     switches = ("padding_free",)
 
     def sections(self, settings_class: type) -> Mapping[str, type]:
-        return {"padding_free": PaddingFreeSettings} if issubclass(settings_class, TaskSettings) else {}
+        return (
+            {"padding_free": PaddingFreeSettings}
+            if issubclass(settings_class, TaskSettings)
+            else {}
+        )
 
     def collator(self, settings: Any) -> Any:
         if settings.training.per_device_batch_size == "auto":
-            raise UserError("--per_device_batch_size auto estimates padded batches: give a number with --padding_free")
+            raise UserError(
+                "--per_device_batch_size auto estimates padded batches: give a number with --padding_free"
+            )
         from toolkit.features.padding_free.packed import PackedCollator
 
         return partial(PackedCollator, max_tokens=settings.training.max_tokens_per_batch)

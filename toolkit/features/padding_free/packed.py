@@ -38,7 +38,9 @@ class Packed:
     num_texts: int  # without padding texts
     width: int  # of padded texts; at least the longest length
     cu_seqlens: Tensor  # (N + 1,) int32: cumulative lengths, from 0
-    padded_indices: Tensor  # (T,) int64: index of each token in the flattened padded texts (N, width)
+    padded_indices: (
+        Tensor  # (T,) int64: index of each token in the flattened padded texts (N, width)
+    )
 
     @property
     def first_tokens(self) -> Tensor:
@@ -58,10 +60,14 @@ def accept_packed(accelerator: Any, model: Any, probe: dict[str, Any]) -> None:
     model = model.get_base_model() if hasattr(model, "peft_config") else model
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel) or not (layers := outer_layers(model.base_model)):
-        raise UserError(f"--padding_free needs a classifier of transformers, and {name} is none: leave it out")
+        raise UserError(
+            f"--padding_free needs a classifier of transformers, and {name} is none: leave it out"
+        )
     if (attention := model.config._attn_implementation) != "sdpa":
         way = "leave it out, or --attn_implementation, or take a model with sdpa (docs/scaling.md)"
-        raise UserError(f"--padding_free needs the attention sdpa, and {name} has {attention!r}: {way}")
+        raise UserError(
+            f"--padding_free needs the attention sdpa, and {name} has {attention!r}: {way}"
+        )
     ALL_ATTENTION_FUNCTIONS.register("sdpa", attend)
     model.register_forward_pre_hook(_unpack, with_kwargs=True)
     model.register_forward_hook(_drop_padding_texts, with_kwargs=True)
@@ -69,7 +75,9 @@ def accept_packed(accelerator: Any, model: Any, probe: dict[str, Any]) -> None:
     check_logits(model, probe)
     dropout = attention_dropout(model.config)
     half = accelerator.mixed_precision != "no"
-    old = accelerator.device.type == "cuda" and torch.cuda.get_device_capability(accelerator.device) < (8, 0)
+    old = accelerator.device.type == "cuda" and torch.cuda.get_device_capability(
+        accelerator.device
+    ) < (8, 0)
     if accelerator.device.type != "cpu" and (old or dropout or not half):
         why = "torch's varlen_attn needs --dropout 0, --mixed_precision bf16 or fp16, and a GPU from Ampere on"
         log_on_main(accelerator, f"--padding_free: attention is padded: {why}")
@@ -94,8 +102,12 @@ def attend(
     """
     if packed is None:
         return attend_padded(module, query, key, value, attention_mask, dropout, scaling, **options)
-    q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # (T, nh, hs)
-    window = packed.width if sliding_window is None else sliding_window - 1  # transformers' includes the token itself
+    q, k, v = (
+        states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)
+    )  # (T, nh, hs)
+    window = (
+        packed.width if sliding_window is None else sliding_window - 1
+    )  # transformers' includes the token itself
     loop = q.device.type == "cpu" and _is_loop_faster(packed)
     compute = _varlen if _supports_varlen(q) and not dropout else _text_by_text if loop else _padded
     output = compute(q, k, v, packed, window, dropout_p=dropout, scale=scaling)
@@ -122,16 +134,28 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: int, **opti
         cu_queries, longest = torch.arange(len(cu_queries), dtype=torch.int32, device=q.device), 1
     sizes: Any = (cu_queries, packed.cu_seqlens, longest, packed.width)
     both_sides = (window, window) if window < packed.width else (-1, -1)
-    return cast(Tensor, varlen_attn(q, k, v, *sizes, scale=options["scale"], window_size=both_sides))
+    return cast(
+        Tensor, varlen_attn(q, k, v, *sizes, scale=options["scale"], window_size=both_sides)
+    )
 
 
-def _text_by_text(q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: int, **options: Any) -> Tensor:
+def _text_by_text(
+    q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: int, **options: Any
+) -> Tensor:
     lengths, outputs = list(packed.lengths), []
     queries = q.split(lengths if len(q) == len(k) else [1] * len(lengths))
     for parts in zip(queries, k.split(lengths), v.split(lengths), strict=True):
-        query, key, value = (states.transpose(0, 1)[None] for states in parts)  # (1, nh, length, hs)
-        mask = _window_mask(key.shape[2], window, q.device)[: query.shape[2]] if window < key.shape[2] else None
-        outputs.append(scaled_dot_product_attention(query, key, value, mask, **options)[0].transpose(0, 1))
+        query, key, value = (
+            states.transpose(0, 1)[None] for states in parts
+        )  # (1, nh, length, hs)
+        mask = (
+            _window_mask(key.shape[2], window, q.device)[: query.shape[2]]
+            if window < key.shape[2]
+            else None
+        )
+        outputs.append(
+            scaled_dot_product_attention(query, key, value, mask, **options)[0].transpose(0, 1)
+        )
     return torch.cat(outputs)
 
 
@@ -140,10 +164,14 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: int, **opti
     # a compiled layer is made for one length of a tuple, and for any length of a tensor
     count, width, mask = packed.cu_seqlens.shape[0] - 1, packed.width, packed.key_mask
     if window < width:  # padding attends to itself: a fully masked row has no softmax
-        mask = (_window_mask(width, window, q.device) & mask) | torch.eye(width, dtype=torch.bool, device=q.device)
+        mask = (_window_mask(width, window, q.device) & mask) | torch.eye(
+            width, dtype=torch.bool, device=q.device
+        )
 
     def pad(states: Tensor) -> Tensor:  # (T, nh, hs) -> (N, nh, width, hs)
-        rows = states.new_zeros(count * width, *states.shape[1:]).index_copy(0, packed.padded_indices, states)
+        rows = states.new_zeros(count * width, *states.shape[1:]).index_copy(
+            0, packed.padded_indices, states
+        )
         return rows.unflatten(0, (count, width)).transpose(1, 2)
 
     has_all_queries = len(q) == len(k)
@@ -164,10 +192,15 @@ def _unpack(model: Any, args: Any, inputs: dict[str, Any]) -> Any:
     packed = inputs.get("attention_mask")
     if not isinstance(packed, Packed):
         return None
-    embeddings = getattr(model.base_model, "embeddings", None)  # RoBERTa's positions start at padding_idx + 1
+    embeddings = getattr(
+        model.base_model, "embeddings", None
+    )  # RoBERTa's positions start at padding_idx + 1
     padding = getattr(getattr(embeddings, "position_embeddings", None), "padding_idx", None)
     kinds = getattr(model.config, "layer_types", None)  # ModernBERT takes a mask for each
-    options: dict[str, Any] = {"packed": packed, "attention_mask": dict.fromkeys(kinds) if kinds else None}
+    options: dict[str, Any] = {
+        "packed": packed,
+        "attention_mask": dict.fromkeys(kinds) if kinds else None,
+    }
     options["position_ids"] = inputs["position_ids"] + (0 if padding is None else padding + 1)
     if only_head_reads(model, {}):
         options["first_token_only"] = packed.first_tokens
@@ -183,7 +216,9 @@ def _select_first_tokens(layer: Any, args: Any, options: dict[str, Any], output:
 def _drop_padding_texts(model: Any, args: Any, options: dict[str, Any], output: Any) -> None:
     if "packed" in options:
         if output.get("hidden_states") is not None or output.get("attentions") is not None:
-            raise UserError("--padding_free: hidden states and attentions have no row for each text: leave it out")
+            raise UserError(
+                "--padding_free: hidden states and attentions have no row for each text: leave it out"
+            )
         output.logits = output.logits[: options["packed"].num_texts]  # (B, C)
 
 
@@ -195,7 +230,9 @@ def check_logits(model: Any, probe: dict[str, Any]) -> None:
     expected = torch.cat([model.eval()(input_ids=text).logits for text in texts])
     try:
         logits = model(**probe).logits
-        same = bool((logits - expected).abs().max() <= 1e-6 + 1e-3 * expected.diff(dim=0).abs().max())
+        same = bool(
+            (logits - expected).abs().max() <= 1e-6 + 1e-3 * expected.diff(dim=0).abs().max()
+        )
     except (RuntimeError, TypeError, AttributeError, ValueError, IndexError):
         same = False
     model.train(training)
@@ -208,7 +245,9 @@ class PackedCollator(Collator):
     """Sample indices -> a `Batch` of one row. On a GPU texts of padding fill it to one of few lengths (`round_up`), for
     kernels, compiled layers and the caching allocator."""
 
-    def __init__(self, split: Any, tokenizer: Any, device: torch.device, max_tokens: int | None = None) -> None:
+    def __init__(
+        self, split: Any, tokenizer: Any, device: torch.device, max_tokens: int | None = None
+    ) -> None:
         """`max_tokens`: no padding beyond this length of a row."""
         super().__init__(split, tokenizer, device)
         self.max_tokens, self.rounds_up = max_tokens, device.type != "cpu"
@@ -216,13 +255,23 @@ class PackedCollator(Collator):
     def __call__(self, indices: np.ndarray) -> Batch:
         batch = super().__call__(indices)
         lengths = cast(Packed, batch.inputs["attention_mask"]).lengths
-        return replace(batch, token_samples=self.move(np.repeat(np.arange(len(lengths)), lengths)[None]))
+        return replace(
+            batch, token_samples=self.move(np.repeat(np.arange(len(lengths)), lengths)[None])
+        )
 
-    def inputs(self, tokens: np.ndarray, lengths: np.ndarray, types: np.ndarray | None) -> dict[str, Any]:
+    def inputs(
+        self, tokens: np.ndarray, lengths: np.ndarray, types: np.ndarray | None
+    ) -> dict[str, Any]:
         """`input_ids`, `position_ids` and `token_type_ids` (1, T), and a `Packed` as `attention_mask`."""
         samples, total, longest = len(lengths), len(tokens), int(lengths.max())
-        padding = min(round_up(total), max(total, self.max_tokens or round_up(total))) - total if self.rounds_up else 0
-        count, rest = divmod(padding, longest)  # padding texts no longer than the others: positions are limited
+        padding = (
+            min(round_up(total), max(total, self.max_tokens or round_up(total))) - total
+            if self.rounds_up
+            else 0
+        )
+        count, rest = divmod(
+            padding, longest
+        )  # padding texts no longer than the others: positions are limited
         lengths = np.append(lengths, [*[longest] * count, *[rest] * (rest > 0)]).astype(np.int64)
         width = round_up(longest) if self.rounds_up else longest
         cu_seqlens = np.append(0, lengths.cumsum())
@@ -232,9 +281,13 @@ class PackedCollator(Collator):
         inputs = {
             "input_ids": self.row(tokens, padding, self.pad_id),
             "position_ids": self.move(positions[None]),
-            "attention_mask": Packed(tuple(lengths.tolist()), samples, width, on_device, padded_indices),
+            "attention_mask": Packed(
+                tuple(lengths.tolist()), samples, width, on_device, padded_indices
+            ),
         }
-        return inputs | ({} if types is None else {"token_type_ids": self.row(types, padding, self.pad_type)})
+        return inputs | (
+            {} if types is None else {"token_type_ids": self.row(types, padding, self.pad_type)}
+        )
 
     def row(self, values: np.ndarray, padding: int, filler: int) -> torch.Tensor:
         """(T,) -> (1, T + padding) int64 on the device."""

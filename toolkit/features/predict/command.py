@@ -56,8 +56,12 @@ def predict_file(options: Any) -> None:
     """
     if bool(options.file) == bool(options.text):
         raise UserError("toolkit predict needs a FILE or --text, one of them")
-    if options.text and (unused := [name for name in _OF_FILES if getattr(options, name) not in _FILE_DEFAULTS]):
-        raise UserError(f"--{unused[0]} has no effect with --text, whose answers are printed: give a FILE, or drop it")
+    if options.text and (
+        unused := [name for name in _OF_FILES if getattr(options, name) not in _FILE_DEFAULTS]
+    ):
+        raise UserError(
+            f"--{unused[0]} has no effect with --text, whose answers are printed: give a FILE, or drop it"
+        )
     saved = SavedModel(options.model)
     accelerator = launch.make_accelerator(options.mixed_precision)
     if options.text:
@@ -81,14 +85,20 @@ def predict_file(options: Any) -> None:
     if _is_already_joined(options, accelerator, parts):
         return
     if accelerator.is_main_process:
-        parts.open(options.overwrite and not options.join)  # --join computes nothing: it must not remove parts
-    prediction = _Prediction(options, accelerator, saved, table, [column, *([pair] if pair else [])], parts)
+        parts.open(
+            options.overwrite and not options.join
+        )  # --join computes nothing: it must not remove parts
+    prediction = _Prediction(
+        options, accelerator, saved, table, [column, *([pair] if pair else [])], parts
+    )
     try:
         prediction.run()
     except KeyboardInterrupt:
         finished = sum(end - start for start, end in parts.finished().items())
         progress = f"{finished} of {len(table)} rows are finished, in {parts.folder}"
-        launch.log_on_main(accelerator, f"stopped: {progress}; to continue: {launch.launch_info()['command']}")
+        launch.log_on_main(
+            accelerator, f"stopped: {progress}; to continue: {launch.launch_info()['command']}"
+        )
         raise
 
 
@@ -96,24 +106,32 @@ def _is_already_joined(options: Any, accelerator: Accelerator, parts: Parts) -> 
     """Whether this is a shard of a finished job, which a scheduler has started again. Raises UserError for another
     output."""
     in_shards = options.shard or options.join
-    exists, joined = broadcast_object_list([parts.output.exists(), in_shards and parts.are_joined()])
+    exists, joined = broadcast_object_list(
+        [parts.output.exists(), in_shards and parts.are_joined()]
+    )
     if options.overwrite or not exists:
         return False
     if not joined:
         raise UserError(f"{parts.output} {_EXISTS}")
-    launch.log_on_main(accelerator, f"{parts.output} is complete: its shards are joined, nothing is left to do")
+    launch.log_on_main(
+        accelerator, f"{parts.output} is complete: its shards are joined, nothing is left to do"
+    )
     return True
 
 
 def _print_answers(options: Any, accelerator: Accelerator, saved: SavedModel) -> None:
     texts = options.text
     if pair := training_run(options.model)["data"].get("text_pair"):
-        raise UserError(f"this model reads pairs (--text_pair {pair}): give a FILE with both columns")
+        raise UserError(
+            f"this model reads pairs (--text_pair {pair}): give a FILE with both columns"
+        )
     sizes = options.per_device_batch_size, options.max_tokens_per_batch
     saved.load(accelerator, saved.choose_max_length(options.max_length), *sizes)
     outputs = saved.compute_outputs(saved.tokenize(texts))
     if outputs is not None:
-        if note := empty_text_warning([row for row, text in enumerate(texts) if not text.strip()], len(texts)):
+        if note := empty_text_warning(
+            [row for row, text in enumerate(texts) if not text.strip()], len(texts)
+        ):
             logger.info(note)
         for text, line in zip(texts, saved.answers.answers(outputs), strict=True):
             print(f"{_format_answer(line, saved.answers)}  {text}")
@@ -154,7 +172,9 @@ class _Prediction:
         missing = rows - sum(end - start for start, end in done.items())
         if options.join and missing:
             lacking = listing(parts.missing(rows))
-            raise UserError(f"{parts.folder} lacks rows {lacking} of {rows}: run the shards that are not done")
+            raise UserError(
+                f"{parts.folder} lacks rows {lacking} of {rows}: run the shards that are not done"
+            )
         if missing:
             self._compute(done, missing)
         if not self.accelerator.is_main_process:
@@ -176,26 +196,47 @@ class _Prediction:
         names, max_length = " and ".join(self.columns), self.parts.facts["max_length"]
         columns = f"reading column{'s' * (len(self.columns) > 1)} {names}, at most {max_length} tokens of each text"
         name, trained = self.columns[0], training_run(options.model)["data"].get("text_column")
-        usual = name in (options.text_column, trained) or options.column_names or name.lower().strip() in USUAL_TEXT
+        usual = (
+            name in (options.text_column, trained)
+            or options.column_names
+            or name.lower().strip() in USUAL_TEXT
+        )
         if format_of(Path(options.file)) in (".csv", ".tsv") and not usual:
             header = enumerate(self.table.rows.column_names, 1)
             each = ["text" if other == name else f"column_{place}" for place, other in header]
-            columns += f"; if the first line is a row, not a header, pass --column_names {','.join(each)}"
-        resumed = f"{total - missing} of {total} rows are done in {self.parts.folder}: continuing" if done else ""
+            columns += (
+                f"; if the first line is a row, not a header, pass --column_names {','.join(each)}"
+            )
+        resumed = (
+            f"{total - missing} of {total} rows are done in {self.parts.folder}: continuing"
+            if done
+            else ""
+        )
         for line in filter(None, [self.table.note, columns, resumed]):
             launch.log_on_main(self.accelerator, line)
-        saved.load(self.accelerator, max_length, options.per_device_batch_size, options.max_tokens_per_batch)
+        saved.load(
+            self.accelerator,
+            max_length,
+            options.per_device_batch_size,
+            options.max_tokens_per_batch,
+        )
         rows_left = max(1, min(missing, round(total / (options.shard or (1, 1))[1])))
         bar = Progress(Path(options.file).name, rows_left)
         rows = computed = unanswered = 0
         empty: list[int] = []
         windows = self._windows(done)
-        with ThreadPoolExecutor(1, "read") as reader, ThreadPoolExecutor(1, "write") as writer, contextlib.closing(bar):
+        with (
+            ThreadPoolExecutor(1, "read") as reader,
+            ThreadPoolExecutor(1, "write") as writer,
+            contextlib.closing(bar),
+        ):
             following = reader.submit(next, windows, None)
             written: Future[Any] = writer.submit(int)
             while (window := following.result()) is not None:
                 following = reader.submit(next, windows, None)
-                outputs = saved.compute_outputs(window.split, partial(_update, bar, rows, window.rows.num_rows))
+                outputs = saved.compute_outputs(
+                    window.split, partial(_update, bar, rows, window.rows.num_rows)
+                )
                 rows, computed = rows + window.rows.num_rows, computed + len(window.split)
                 empty += window.empty
                 if self.accelerator.is_main_process:
@@ -207,8 +248,12 @@ class _Prediction:
             if empty:
                 logger.warning(empty_text_warning(empty, rows))
             if unanswered:
-                logger.warning(f"{unanswered} of {rows} rows have no answer: {saved.answers.no_answer_reason}")
-            repeated = f", {rows - computed} of them repeat another's text" if computed < rows else ""
+                logger.warning(
+                    f"{unanswered} of {rows} rows have no answer: {saved.answers.no_answer_reason}"
+                )
+            repeated = (
+                f", {rows - computed} of them repeat another's text" if computed < rows else ""
+            )
             logger.info(f"{rows} rows in {seconds:.1f} s ({rows / seconds:.0f} a second{repeated})")
 
     def _windows(self, done: dict[int, int]) -> Iterator[_Window]:
@@ -220,9 +265,17 @@ class _Prediction:
         waiting: list[Any] = []
         for batch in itertools.chain(self.table.batches(), [None]):
             if batch is not None:
-                waiting.append(batch if isinstance(batch, pyarrow.Table) else pyarrow.Table.from_batches([batch]))
+                waiting.append(
+                    batch
+                    if isinstance(batch, pyarrow.Table)
+                    else pyarrow.Table.from_batches([batch])
+                )
             rows = sum(map(len, waiting))
-            if rows and (batch is None or rows >= WINDOW_ROWS or sum(part.nbytes for part in waiting) >= WINDOW_BYTES):
+            if rows and (
+                batch is None
+                or rows >= WINDOW_ROWS
+                or sum(part.nbytes for part in waiting) >= WINDOW_BYTES
+            ):
                 if start not in done and number % shards == shard - 1:
                     yield self._tokenize(start, pyarrow.concat_tables(waiting))
                 start, number, waiting = start + rows, number + 1, []
@@ -233,17 +286,26 @@ class _Prediction:
         table = replace(self.table, source=datasets.Dataset(rows, fingerprint="rows"))
         columns = [self.saved.read_texts(table, column) for column in self.columns]
         distinct: dict[tuple[str, ...], int] = {}
-        places = np.array([distinct.setdefault(row, len(distinct)) for row in zip(*columns, strict=True)], np.int64)
+        places = np.array(
+            [distinct.setdefault(row, len(distinct)) for row in zip(*columns, strict=True)],
+            np.int64,
+        )
         texts, *pairs = (list(column) for column in zip(*distinct, strict=True))
-        split = self.saved.tokenize(texts, pairs[0] if pairs else None, f"{json.dumps(self.parts.facts)} {start}")
-        split = replace(split, name=self.table.name, rows=start + np.unique(places, return_index=True)[1])
+        split = self.saved.tokenize(
+            texts, pairs[0] if pairs else None, f"{json.dumps(self.parts.facts)} {start}"
+        )
+        split = replace(
+            split, name=self.table.name, rows=start + np.unique(places, return_index=True)[1]
+        )
         blank = np.array([not all(map(str.strip, row)) for row in distinct])[places]
         return _Window(start, rows, split, places, (start + np.flatnonzero(blank)).tolist())
 
     def _write(self, window: _Window, outputs: Any) -> int:
         """Writes a part, and returns the number of rows without an answer. `outputs`: logits or title of each text."""
         outputs = np.asarray(outputs)[window.places]
-        columns = _columns(self.saved.answers, outputs, self.parts.output, self.options.probabilities)
+        columns = _columns(
+            self.saved.answers, outputs, self.parts.output, self.options.probabilities
+        )
         self.parts.write(window.start, window.rows, columns)
         return sum(answer is None for answer in columns.get("prediction", ()))
 
@@ -272,10 +334,14 @@ def _format_answer(line: dict[str, Any], answers: Answers) -> str:
     return " ".join(f"{name} {probabilities[name]:.4f}" for name in names) or "none"
 
 
-def _columns(answers: Answers, outputs: Any, output: Path, probabilities: str) -> dict[str, list[Any]]:
+def _columns(
+    answers: Answers, outputs: Any, output: Path, probabilities: str
+) -> dict[str, list[Any]]:
     """The columns of predictions for titles, or (N, C) logits: for probabilities (`all`, `none`, or `top-3`: names and
     probabilities of the three most probable) a column for each class in CSV, one of lists in other formats."""
-    no_classes = not isinstance(answers, ClassAnswers) or answers.labels.problem_type == "regression"
+    no_classes = (
+        not isinstance(answers, ClassAnswers) or answers.labels.problem_type == "regression"
+    )
     if no_classes and probabilities.startswith("top"):
         raise UserError(f"--probabilities {probabilities}: the model has no classes: leave it out")
     lines, flat = list(answers.answers(outputs)), format_of(output) in DELIMITERS
@@ -285,12 +351,18 @@ def _columns(answers: Answers, outputs: Any, output: Path, probabilities: str) -
         return columns
     labels = answers.labels
     if labels.problem_type == "regression":
-        return _by_name("prediction", labels.names, predictions) if flat and labels.size > 1 else columns
+        return (
+            _by_name("prediction", labels.names, predictions)
+            if flat and labels.size > 1
+            else columns
+        )
     if probabilities == "none":
         return columns
     rows = [line["probabilities"] for line in lines]
     if probabilities == "all":
-        return columns | (_by_name("probability", labels.names, rows) if flat else {"probabilities": rows})
+        return columns | (
+            _by_name("probability", labels.names, rows) if flat else {"probabilities": rows}
+        )
     most = min(int(probabilities.removeprefix("top-")), labels.size)
     order = np.argsort(-outputs, axis=1, kind="stable")[:, :most].tolist()  # (N, most)
     names = [[labels.names[place] for place in row] for row in order]
@@ -303,15 +375,21 @@ def _columns(answers: Answers, outputs: Any, output: Path, probabilities: str) -
     return columns
 
 
-def _by_name(prefix: str, names: Sequence[str], rows: Sequence[Sequence[float]]) -> dict[str, list[Any]]:
+def _by_name(
+    prefix: str, names: Sequence[str], rows: Sequence[Sequence[float]]
+) -> dict[str, list[Any]]:
     return {f"{prefix}_{name}": [row[place] for row in rows] for place, name in enumerate(names)}
 
 
 def _refuse_existing_columns(table: Table, answers: Answers, output: Path, options: Any) -> None:
-    no_outputs: Any = np.zeros((0, answers.labels.size), np.float32) if isinstance(answers, ClassAnswers) else []
+    no_outputs: Any = (
+        np.zeros((0, answers.labels.size), np.float32) if isinstance(answers, ClassAnswers) else []
+    )
     columns = _columns(answers, no_outputs, output, options.probabilities)
     if existing := [name for name in columns if name in table.rows.column_names]:
-        raise UserError(f"{table.name} already has a column {listing(existing)}: rename it, nothing is overwritten")
+        raise UserError(
+            f"{table.name} already has a column {listing(existing)}: rename it, nothing is overwritten"
+        )
 
 
 def sibling(source: Path, ending: str) -> Path:
@@ -325,11 +403,15 @@ def _choose_output(options: Any) -> Path:
     if source.is_dir():
         raise UserError(f"{source} is a folder: toolkit predict MODEL FILE, in this order")
     if not source.suffix and not source.exists():
-        raise UserError(f"there is no {source}; for a text: toolkit predict MODEL --text {shlex.quote(options.file)}")
+        raise UserError(
+            f"there is no {source}; for a text: toolkit predict MODEL --text {shlex.quote(options.file)}"
+        )
     if not options.output and not source.is_file() and any(mark in source.name for mark in "*?["):
         raise UserError(f"{source}: name the output file with --output")
     kind = format_of(source)
-    output = Path(options.output or sibling(source, f".predictions{'.csv' if kind == '.txt' else kind}"))
+    output = Path(
+        options.output or sibling(source, f".predictions{'.csv' if kind == '.txt' else kind}")
+    )
     if format_of(output) == ".txt":
         raise UserError(f"--output {output}: name it .csv, .tsv, .json, .jsonl or .parquet")
     if output.exists() and not (options.overwrite or options.shard or options.join):

@@ -19,7 +19,13 @@ from toolkit.data.tokens import Split, join_pair
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation, classification_metrics
 from toolkit.evaluation.answers import ClassAnswers
-from toolkit.evaluation.saved_model import SavedModel, choose_columns, choose_labels, empty_text_warning, training_run
+from toolkit.evaluation.saved_model import (
+    SavedModel,
+    choose_columns,
+    choose_labels,
+    empty_text_warning,
+    training_run,
+)
 from toolkit.features.predict.command import read_settings, sibling
 from toolkit.objective.losses import sample_losses
 from toolkit.pretrained import model_digest
@@ -44,15 +50,23 @@ def evaluate_file(options: Any) -> None:
     saved = SavedModel(options.model)
     accelerator = launch.make_accelerator(options.mixed_precision)
     if not isinstance(saved.answers, ClassAnswers):
-        raise UserError(f"{options.model} is no classifier: the recipe that trained it evaluates a --test_file")
+        raise UserError(
+            f"{options.model} is no classifier: the recipe that trained it evaluates a --test_file"
+        )
     table = read_file(options.file, read_settings(options))
-    column, pair = choose_columns(options.model, table, options.text_column, options.text_pair, options.label_column)
+    column, pair = choose_columns(
+        options.model, table, options.text_column, options.text_pair, options.label_column
+    )
     trained_on = training_run(options.model)["settings"].get("label_column")
-    labels = choose_labels(options.model, table, options.label_column or trained_on, saved.answers.labels)
+    labels = choose_labels(
+        options.model, table, options.label_column or trained_on, saved.answers.labels
+    )
     if labels is None:
         others = [name for name in table.rows.column_names if name != column]
         raise table.ambiguous_column("label", "label_column", others)
-    launch.log_on_main(accelerator, f"reading the text from {column}, the label from {', '.join(labels.columns)}")
+    launch.log_on_main(
+        accelerator, f"reading the text from {column}, the label from {', '.join(labels.columns)}"
+    )
     answers = replace(saved.answers, labels=labels)
     truth = labels.encode(table, np.arange(len(table)))
     max_length = saved.choose_max_length(options.max_length, pair is not None)
@@ -76,7 +90,9 @@ def evaluate_file(options: Any) -> None:
     with replace_folder(out, options.overwrite) as draft:
         files = RunFiles(accelerator, draft)
         settings: Any = build(TaskSettings, {"model_name_or_path": options.model})
-        extra = {"settings": flat(settings) | {"test_file": options.file}}  # invalid as settings: no train_file
+        extra = {
+            "settings": flat(settings) | {"test_file": options.file}
+        }  # invalid as settings: no train_file
         data = {**labels.facts(), "samples": {split.name: len(split)}, "text_column": column, "max_length": max_length,
                 "digest": table.digest, "file_digests": {split.name: table.digest}, "notes": [],
                 "total_steps": 0}  # fmt: skip
@@ -87,7 +103,9 @@ def evaluate_file(options: Any) -> None:
         shown = [join_pair(*parts) if pair else parts[0] for parts in texts]
         write_report(draft, evaluation, shown, name=out.resolve().name)
     effect = answers.describe(evaluation)
-    print("\n".join([f"{len(split)} rows: {evaluation}", *class_lines(evaluation), *effect, *lines]))
+    print(
+        "\n".join([f"{len(split)} rows: {evaluation}", *class_lines(evaluation), *effect, *lines])
+    )
     print(f"  {out}/report.html, predictions.jsonl, eval.jsonl")
 
 
@@ -98,18 +116,26 @@ def _output_folder(options: Any) -> Path:
     files = _FILES.union(*(feature.files for feature in features()))
     existing = {path.name for path in out.iterdir()} if out.is_dir() else set()
     if out.exists() and (not out.is_dir() or not existing <= files or existing == {"config.json"}):
-        raise UserError(f"{out} has other files, which --overwrite would remove: name another folder")
+        raise UserError(
+            f"{out} has other files, which --overwrite would remove: name another folder"
+        )
     existing_parent = next(parent for parent in out.absolute().parents if parent.exists())
     if not os.access(existing_parent, os.W_OK):
-        raise UserError(f"{existing_parent} cannot be written: name another folder with --output_dir")
+        raise UserError(
+            f"{existing_parent} cannot be written: name another folder with --output_dir"
+        )
     return out
 
 
 def _evaluate(split: Split, logits: np.ndarray, answers: ClassAnswers) -> Evaluation:
     """Evaluates on the main process, with the plain loss: no class weights or other options of training."""
     compute_metrics = partial(classification_metrics, labels=answers.labels)
-    losses = sample_losses(torch.from_numpy(logits), torch.from_numpy(split.labels), answers.labels.problem_type)
+    losses = sample_losses(
+        torch.from_numpy(logits), torch.from_numpy(split.labels), answers.labels.problem_type
+    )
     numbers = {"num_samples": len(split), "loss": float(losses.double().mean())}
     numbers |= as_json(compute_metrics(logits, split.labels))
     lines = partial(answers.prediction_lines, split.rows, logits, split.labels)
-    return answers.evaluation(Evaluation(split.name, numbers, lines, (split, logits)), compute_metrics)
+    return answers.evaluation(
+        Evaluation(split.name, numbers, lines, (split, logits)), compute_metrics
+    )

@@ -26,9 +26,16 @@ class Parts:
     """The folder OUTPUT.parts. manifest.json identifies the job; part-FIRST-END holds the output for these rows (from
     0), and is written atomically."""
 
-    def __init__(self, output: Path, encoding: str, unquoted: bool = False, facts: Any = None) -> None:
+    def __init__(
+        self, output: Path, encoding: str, unquoted: bool = False, facts: Any = None
+    ) -> None:
         """`unquoted`: write CSV and TSV as `--quoting none` reads them. `facts` identify the job (JSON)."""
-        self.output, self.encoding, self.kind, self.facts = output, encoding, format_of(output), facts
+        self.output, self.encoding, self.kind, self.facts = (
+            output,
+            encoding,
+            format_of(output),
+            facts,
+        )
         self.quoting: Any = csv.QUOTE_NONE if unquoted else csv.QUOTE_MINIMAL
         self.folder = output.with_name(f"{output.name}.parts")
         self.manifest = self.folder / "manifest.json"
@@ -43,7 +50,9 @@ class Parts:
         elif before and (differing := [name for name in facts if facts[name] != before.get(name)]):
             if self.finished() and not overwrite:
                 why = f"holds parts of another prediction (it differs in {listing(differing)})"
-                remedy = "repeat its options, name another --output, or pass --overwrite to start over"
+                remedy = (
+                    "repeat its options, name another --output, or pass --overwrite to start over"
+                )
                 raise UserError(f"{self.folder} {why}: {remedy}")
             shutil.rmtree(self.folder)
         if not self.manifest.is_file():
@@ -56,7 +65,11 @@ class Parts:
         return joined and self._saved_facts() == self.facts
 
     def _saved_facts(self) -> dict[str, Any]:
-        return dict(json.loads(self.manifest.read_text(encoding="utf-8"))) if self.manifest.is_file() else {}
+        return (
+            dict(json.loads(self.manifest.read_text(encoding="utf-8")))
+            if self.manifest.is_file()
+            else {}
+        )
 
     def finished(self) -> dict[int, int]:
         """First row -> end row of each part, in order."""
@@ -68,7 +81,9 @@ class Parts:
         gaps, at = [], 0
         for start, end in [*self.finished().items(), (rows, rows)]:
             if start < at:  # windows of different versions of a library
-                raise UserError(f"{self.folder} holds row {start + 1} twice: remove the folder, and start again")
+                raise UserError(
+                    f"{self.folder} holds row {start + 1} twice: remove the folder, and start again"
+                )
             if start > at:
                 gaps.append(f"{at + 1} to {start}")
             at = end
@@ -78,7 +93,9 @@ class Parts:
         """Writes a part: rows (an Arrow table) with the columns of predictions. Raises UserError if another job has
         taken the folder, before this one had a part."""
         if self.facts and self.facts != self._saved_facts():
-            raise UserError(f"{self.folder} belongs to another prediction now: name another --output for one of them")
+            raise UserError(
+                f"{self.folder} belongs to another prediction now: name another --output for one of them"
+            )
         with self._writing(), replace_file(self._path(start, start + rows.num_rows)) as draft:
             if self.kind == ".parquet":
                 import pyarrow.parquet
@@ -93,10 +110,14 @@ class Parts:
                         line.encode(self.encoding)  # fail now, not when hours of parts are joined
                         file.write(line)
             except (UnicodeEncodeError, LookupError) as error:
-                raise UserError(f"--encoding {self.encoding} cannot write {self.output}: {error}; use utf-8") from error
+                raise UserError(
+                    f"--encoding {self.encoding} cannot write {self.output}: {error}; use utf-8"
+                ) from error
             except csv.Error as error:
                 why = "--quoting none cannot write a prediction that contains the delimiter"
-                raise UserError(f"{self.output}: {why}: name an --output that ends in .jsonl") from error
+                raise UserError(
+                    f"{self.output}: {why}: name an --output that ends in .jsonl"
+                ) from error
 
     def claim_joining(self) -> bool:
         """Returns True in one process only, of several that finish the last shards at the same time."""
@@ -140,7 +161,9 @@ class Parts:
             quotechar=None if self.quoting == csv.QUOTE_NONE else '"',
         )  # fmt: skip
         for row in itertools.chain([list(columns)] * header, rows):
-            writer.writerow([dumps(cell) if isinstance(cell, list | dict) else cell for cell in row])
+            writer.writerow(
+                [dumps(cell) if isinstance(cell, list | dict) else cell for cell in row]
+            )
             yield f"{written.pop()[:-2]}\n"
 
     def _joined_lines(self, parts: list[Path]) -> Iterator[str]:

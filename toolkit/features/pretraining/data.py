@@ -42,11 +42,17 @@ EVALUATION_DRAW = Draw(0, 0, 0.15)
 
 def count_masked(maskable: np.ndarray, probability: float) -> np.ndarray:
     """(samples,) maskable tokens -> (samples,) int64 masked tokens, at least 1 if any is maskable."""
-    return np.minimum(np.maximum(np.floor(maskable * probability + 0.5), 1), maskable).astype(np.int64)
+    return np.minimum(np.maximum(np.floor(maskable * probability + 0.5), 1), maskable).astype(
+        np.int64
+    )
 
 
 def draw_masks(
-    draw: Draw, rows: np.ndarray, lengths: np.ndarray, maskable: np.ndarray, starts: np.ndarray | None
+    draw: Draw,
+    rows: np.ndarray,
+    lengths: np.ndarray,
+    maskable: np.ndarray,
+    starts: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """((T,) bool, the tokens to predict, of samples one after another; (n, 2) uniform random numbers, to choose the
     replacements of these n tokens).
@@ -85,10 +91,14 @@ def _uniform(draw: Draw, rows: np.ndarray, *counts: np.ndarray) -> list[np.ndarr
     return [np.concatenate(parts) for parts in numbers]
 
 
-def _take(size: np.ndarray, sample: np.ndarray, count: np.ndarray, word_counts: np.ndarray) -> np.ndarray:
+def _take(
+    size: np.ndarray, sample: np.ndarray, count: np.ndarray, word_counts: np.ndarray
+) -> np.ndarray:
     """(words,) how many tokens to select of each word. `size`, `sample` (words,), in the order of selection within each
     sample; `count`, `word_counts` (samples,)."""
-    start = np.repeat(word_counts.cumsum() - word_counts, word_counts)  # of a word: its sample's first word
+    start = np.repeat(
+        word_counts.cumsum() - word_counts, word_counts
+    )  # of a word: its sample's first word
     place, whole = np.arange(len(size)), np.ones(len(size), np.bool_)
     while True:
         before = np.append(0, (size * whole).cumsum())
@@ -127,7 +137,9 @@ class MaskingCollator(Collator):
 
     split: MaskedSplit
 
-    def __init__(self, split: Any, tokenizer: Any, device: torch.device, seed: int, probabilities: Any) -> None:
+    def __init__(
+        self, split: Any, tokenizer: Any, device: torch.device, seed: int, probabilities: Any
+    ) -> None:
         """`probabilities`: of masking, at the first and at the last step."""
         super().__init__(split, tokenizer, device)
         self.seed, self.probabilities, self.draw = seed, probabilities, EVALUATION_DRAW
@@ -152,7 +164,9 @@ class MaskingCollator(Collator):
         shift = (width - lengths) * self.left
         begins = lengths.cumsum() - lengths - shift
         positions = np.flatnonzero(is_masked) - np.repeat(begins, lengths)[is_masked]
-        counts = np.bincount(np.repeat(np.arange(len(indices)), lengths)[is_masked], minlength=len(indices))
+        counts = np.bincount(
+            np.repeat(np.arange(len(indices)), lengths)[is_masked], minlength=len(indices)
+        )
         most = max(1, int(counts.max()))
         labels = self.padded(truth, counts, most, IGNORED, left=False)  # (B, K)
         inputs = {
@@ -172,8 +186,13 @@ class MaskingCollator(Collator):
         is_masked, random = draw_masks(
             self.draw, split.rows[indices], split.lengths[indices], ~self.special[ids], starts
         )
-        truth, others = ids[is_masked], self.ordinary[(random[:, 1] * len(self.ordinary)).astype(np.int64)]
-        ids[is_masked] = np.select([random[:, 0] < 0.8, random[:, 0] < 0.9], [self.mask_id, others], truth)
+        truth, others = (
+            ids[is_masked],
+            self.ordinary[(random[:, 1] * len(self.ordinary)).astype(np.int64)],
+        )
+        ids[is_masked] = np.select(
+            [random[:, 0] < 0.8, random[:, 0] < 0.9], [self.mask_id, others], truth
+        )
         return ids, is_masked, truth
 
 
@@ -189,18 +208,26 @@ class Masks(Targets):
     def check(cls, settings: Any, tokenizer: Any) -> None:
         name = f"model {settings.model.model_name_or_path}"
         if smoothing := settings.training.label_smoothing_factor:
-            raise UserError(f"--label_smoothing_factor {smoothing} has no effect in pretraining: leave it out")
+            raise UserError(
+                f"--label_smoothing_factor {smoothing} has no effect in pretraining: leave it out"
+            )
         if tokenizer.mask_token_id is None:
-            raise UserError(f"{name}: its tokenizer has no mask token: take a masked-language model")
+            raise UserError(
+                f"{name}: its tokenizer has no mask token: take a masked-language model"
+            )
         if settings.masking.whole_word_mask and not tokenizer.is_fast:
-            raise UserError(f"{name}: --whole_word_mask needs a fast tokenizer, and {type(tokenizer).__name__} is slow")
+            raise UserError(
+                f"{name}: --whole_word_mask needs a fast tokenizer, and {type(tokenizer).__name__} is slow"
+            )
 
     @classmethod
     def data_facts(cls, settings: Any) -> dict[str, Any]:
         return {"words": load_jieba().name if settings.masking.whole_word_mask else None}
 
     @classmethod
-    def find(cls, settings: Any, table: Table, text_column: str, rows: np.ndarray | None = None) -> Masks:
+    def find(
+        cls, settings: Any, table: Table, text_column: str, rows: np.ndarray | None = None
+    ) -> Masks:
         return cls(settings.masking.whole_word_mask)
 
     def trial(self, split: Any) -> tuple[Any, Any]:
@@ -208,22 +235,35 @@ class Masks(Targets):
 
     def save(self, folder: Path, rows: Rows, tokenizer: Any) -> list[str]:
         """Writes `labels`, and, for whole words, `words`. Raises UserError if no token is maskable."""
-        ids, offsets = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("input_ids", "offsets"))
+        ids, offsets = (
+            np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("input_ids", "offsets")
+        )
         ordinary = ~special_tokens(tokenizer)
-        maskable = [np.count_nonzero(ordinary[ids[start:end]]) for start, end in itertools.pairwise(offsets.tolist())]
+        maskable = [
+            np.count_nonzero(ordinary[ids[start:end]])
+            for start, end in itertools.pairwise(offsets.tolist())
+        ]
         np.save(folder / "labels.npy", np.array(maskable, np.int64))
         if not any(maskable):
             why = "consist of special and unknown tokens only: is it the right --text_column, and their language that"
-            raise UserError(f"{rows.table.name}: the texts of {folder.name} {why} of the model's tokenizer?")
+            raise UserError(
+                f"{rows.table.name}: the texts of {folder.name} {why} of the model's tokenizer?"
+            )
         if self.whole_word_mask:
             saved = _save_words(folder, rows, copy.deepcopy(tokenizer), int(np.diff(offsets).max()))
             if saved != len(ids):
                 name = type(tokenizer).__name__
-                raise UserError(f"--whole_word_mask: the character offsets of {name} are wrong: leave it out")
+                raise UserError(
+                    f"--whole_word_mask: the character offsets of {name} are wrong: leave it out"
+                )
         return []
 
     def facts(self) -> dict[str, Any]:
-        return {"labels": [], "problem_type": "masked_language_modeling", "whole_word_mask": self.whole_word_mask}
+        return {
+            "labels": [],
+            "problem_type": "masked_language_modeling",
+            "whole_word_mask": self.whole_word_mask,
+        }
 
     def describe(self) -> str:
         return f"masked {'whole words' if self.whole_word_mask else 'tokens'}"
@@ -232,11 +272,15 @@ class Masks(Targets):
 def _save_words(folder: Path, rows: Rows, tokenizer: Any, max_length: int) -> int:
     """Writes `words`, and returns its number of tokens."""
     bar, done, tokens = Progress(f"words of {folder.name}", len(rows), "texts"), 0, 0
-    tokenizer(["a"], truncation=True, max_length=max_length)  # sets the truncation, for `cut_long_texts`
+    tokenizer(
+        ["a"], truncation=True, max_length=max_length
+    )  # sets the truncation, for `cut_long_texts`
     with append_to_npy(folder / "words.npy", np.bool_) as append:
         for whole, _ in rows.texts():
             texts = list(cut_long_texts(tokenizer, whole, max_length))
-            encoded = tokenizer(texts, truncation=True, max_length=max_length, return_offsets_mapping=True)
+            encoded = tokenizer(
+                texts, truncation=True, max_length=max_length, return_offsets_mapping=True
+            )
             starts = np.concatenate([*map(word_starts, texts, encoded["offset_mapping"])])
             append(starts)
             done, tokens = done + len(texts), tokens + len(starts)
@@ -256,7 +300,11 @@ def masked_metrics(sums: np.ndarray, counts: np.ndarray) -> dict[str, Any]:
     """(N, 2) sums of losses and of correct predictions over each text's masked tokens, and (N,) their counts -> metrics
     over all masked tokens."""
     loss, right = (sums.sum(axis=0, dtype=np.float64) / counts.sum()).tolist()
-    return {"perplexity": math.exp(min(loss, 700)), "masked_accuracy": right, "masked_tokens": int(counts.sum())}
+    return {
+        "perplexity": math.exp(min(loss, 700)),
+        "masked_accuracy": right,
+        "masked_tokens": int(counts.sum()),
+    }
 
 
 def masked_evaluation(outputs: Outputs, compute_metrics: ComputeMetrics) -> Evaluation:

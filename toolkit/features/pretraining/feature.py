@@ -33,7 +33,11 @@ class PretrainingFeature(Feature):
 
         default = "0.30" if load_config(settings.model).model_type in _MASKED_30_PERCENT else "0.15"
         first, _, last = (settings.masking.mlm_probability or default).partition(":")
-        return partial(MaskingCollator, seed=settings.training.seed, probabilities=(float(first), float(last or first)))
+        return partial(
+            MaskingCollator,
+            seed=settings.training.seed,
+            probabilities=(float(first), float(last or first)),
+        )
 
     def next_command(self, folder: Path, settings: Any) -> str | None:
         from toolkit.pretrained import load_config

@@ -29,7 +29,9 @@ from toolkit.models.classifier import configure, cpu_attention, from_pretrained,
 from toolkit.pretrained import load_config, model_digest, refuse_random
 from toolkit.utils.cache import cached_folder, digest_of_text
 
-LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # logits (N, V), tokens (N,), some IGNORED -> (N,)
+LossFn = Callable[
+    [torch.Tensor, torch.Tensor], torch.Tensor
+]  # logits (N, V), tokens (N,), some IGNORED -> (N,)
 MAX_LOGITS = 1 << 24
 """Logits computed at a time on a CPU: 64 MiB in fp32. If there are more, backward recomputes them. On a GPU four times
 as many, since each part reads the whole output layer."""
@@ -45,7 +47,9 @@ def load_masked_model(settings: EncoderSettings, tokenizer: Any, loss_fn: LossFn
     set_dropout(config, settings.dropout)
     config.tie_word_embeddings = settings.new_head or getattr(config, "tie_word_embeddings", True)
     set_seed(seed)
-    model, loading = from_pretrained(AutoModelForMaskedLM, name, config, settings.attn_implementation)
+    model, loading = from_pretrained(
+        AutoModelForMaskedLM, name, config, settings.attn_implementation
+    )
     missing, prefix = sorted(loading["missing_keys"]), f"{model.base_model_prefix}."
     refuse_random(name, (key for key in missing if key.startswith(prefix) and "pooler" not in key))
     if any("pooler" in key for key in missing):
@@ -69,46 +73,70 @@ def predict_masked_only(model: Any, loss_fn: LossFn) -> None:
         logits = model.eval()(input_ids=ids).logits[:, 2]
         expected, padding = loss_fn(logits, ids[:, 2]), loss_fn(logits, torch.full((1,), IGNORED))
     if expected.shape != (1,):
-        raise UserError(f"loss_fn returns shape {tuple(expected.shape)}: return one loss per token (reduction='none')")
+        raise UserError(
+            f"loss_fn returns shape {tuple(expected.shape)}: return one loss per token (reduction='none')"
+        )
     if padding.any():  # how much of it there is depends on the number of processes
         raise UserError(f"loss_fn has a loss for padding: multiply it by (truth != {IGNORED})")
 
     def store_targets(_: Any, args: Any, inputs: dict[str, Any]) -> Any:
-        masked.positions, masked.ids = inputs.pop("target_positions", None), inputs.pop("target_ids", None)
+        masked.positions, masked.ids = (
+            inputs.pop("target_positions", None),
+            inputs.pop("target_ids", None),
+        )
         return args, inputs
 
     def select_masked(_: Any, __: Any, output: Any) -> None:
         if masked.positions is not None:
             hidden = output.last_hidden_state  # (B, S, H) -> (B, K, H)
-            output.last_hidden_state = hidden.gather(1, masked.positions[..., None].expand(-1, -1, hidden.shape[-1]))
+            output.last_hidden_state = hidden.gather(
+                1, masked.positions[..., None].expand(-1, -1, hidden.shape[-1])
+            )
 
-    def losses_of(decoder: Any, states: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:  # (N, H), (N,) -> (N, 2)
+    def losses_of(
+        decoder: Any, states: torch.Tensor, truth: torch.Tensor
+    ) -> torch.Tensor:  # (N, H), (N,) -> (N, 2)
         logits = F.linear(states, decoder.weight, decoder.bias)
         losses = loss_fn(logits, truth).float()
-        correct = torch.zeros_like(losses) if decoder.training else (logits.argmax(-1) == truth).float()
+        correct = (
+            torch.zeros_like(losses) if decoder.training else (logits.argmax(-1) == truth).float()
+        )
         return torch.stack([losses, correct], dim=-1)
 
     def decode(decoder: Any, hidden: torch.Tensor) -> torch.Tensor:  # one module call for all parts
         if masked.ids is None:
             return F.linear(hidden, decoder.weight, decoder.bias)
-        states, truth, most = hidden.flatten(0, 1), masked.ids.flatten(), MAX_LOGITS * (4 if hidden.is_cuda else 1)
+        states, truth, most = (
+            hidden.flatten(0, 1),
+            masked.ids.flatten(),
+            MAX_LOGITS * (4 if hidden.is_cuda else 1),
+        )
         rows = max(1, most // decoder.out_features)
         recompute = partial(checkpoint, losses_of, use_reentrant=False, preserve_rng_state=False)
         compute = recompute if len(truth) > rows and torch.is_grad_enabled() else losses_of
-        losses = [compute(decoder, *part) for part in zip(states.split(rows), truth.split(rows), strict=True)]
+        losses = [
+            compute(decoder, *part)
+            for part in zip(states.split(rows), truth.split(rows), strict=True)
+        ]
         return torch.cat(losses).view(*hidden.shape[:2], 2)
 
     model.register_forward_pre_hook(store_targets, with_kwargs=True)
     model.base_model.register_forward_hook(select_masked)
-    decoder.forward = MethodType(decode, decoder)  # bound: that of a copy of the model reads the copy's weights
+    decoder.forward = MethodType(
+        decode, decoder
+    )  # bound: that of a copy of the model reads the copy's weights
     with torch.no_grad(), cpu_attention(model):
         try:
-            probe = model(input_ids=ids, target_positions=torch.tensor([[2]]), target_ids=ids[:, 2:3]).logits
+            probe = model(
+                input_ids=ids, target_positions=torch.tensor([[2]]), target_ids=ids[:, 2:3]
+            ).logits
         except (RuntimeError, IndexError):  # another part of the head reads the logits
             probe = expected
     model.train(training)
     if probe.shape != (1, 1, 2) or not torch.allclose(probe[0, 0, :1], expected, atol=1e-3):
-        raise UserError(f"{type(model).__name__} has a masked-language head of another kind: take another encoder")
+        raise UserError(
+            f"{type(model).__name__} has a masked-language head of another kind: take another encoder"
+        )
 
 
 def with_new_tokens(settings: EncoderSettings, accelerator: Any) -> EncoderSettings:
@@ -128,15 +156,29 @@ def _save_with_words(settings: EncoderSettings, words: list[str], folder: Path) 
     """Writes the tokenizer with these words added, and the config with the new vocabulary size."""
     tokenizer, config = load_tokenizer(settings), load_config(settings)
     pieces = {word: _pieces(tokenizer, word) for word in words}
-    if known := [word for word, ids in pieces.items() if len(ids) == 1 != ids.count(tokenizer.unk_token_id)]:
-        raise UserError(f"--init_new_tokens: {listing(known, 5)}: already tokens; remove them from the file")
+    if known := [
+        word for word, ids in pieces.items() if len(ids) == 1 != ids.count(tokenizer.unk_token_id)
+    ]:
+        raise UserError(
+            f"--init_new_tokens: {listing(known, 5)}: already tokens; remove them from the file"
+        )
     if empty := [ascii(word) for word, ids in pieces.items() if not ids]:
-        raise UserError(f"--init_new_tokens: {listing(empty, 5)}: the tokenizer drops these; remove them from the file")
-    for word in words:  # Chinese words match within a clause, others as whole words with the space before them
+        raise UserError(
+            f"--init_new_tokens: {listing(empty, 5)}: the tokenizer drops these; remove them from the file"
+        )
+    for word in (
+        words
+    ):  # Chinese words match within a clause, others as whole words with the space before them
         options = {} if HAN.search(word) else {"single_word": True, "lstrip": True}
         tokenizer.add_tokens([AddedToken(word, normalized=bool(options), **options)])
-    if lost := [word for word in words if tokenizer.convert_tokens_to_ids(word) not in _pieces(tokenizer, word)]:
-        raise UserError(f"--init_new_tokens: {listing(lost, 5)}: equal to another word once normalized; remove them")
+    if lost := [
+        word
+        for word in words
+        if tokenizer.convert_tokens_to_ids(word) not in _pieces(tokenizer, word)
+    ]:
+        raise UserError(
+            f"--init_new_tokens: {listing(lost, 5)}: equal to another word once normalized; remove them"
+        )
     tokenizer.save_pretrained(folder)
     config.vocab_size = max(config.vocab_size, len(tokenizer))
     config.to_json_file(folder / "config.json")
@@ -144,11 +186,19 @@ def _save_with_words(settings: EncoderSettings, words: list[str], folder: Path) 
 
 def _read_words(file: str) -> list[str]:
     try:
-        words = [word for line in Path(file).read_text(encoding="utf-8-sig").splitlines() if (word := line.strip())]
+        words = [
+            word
+            for line in Path(file).read_text(encoding="utf-8-sig").splitlines()
+            if (word := line.strip())
+        ]
     except (OSError, UnicodeError) as error:
-        raise UserError(f"--init_new_tokens {file} cannot be read (as UTF-8 text): {first_line(error)}") from error
+        raise UserError(
+            f"--init_new_tokens {file} cannot be read (as UTF-8 text): {first_line(error)}"
+        ) from error
     if not words or len({*words}) < len(words) or any(map(str.isspace, "".join(words))):
-        raise UserError(f"--init_new_tokens {file}: write one word on each line, each once, without spaces")
+        raise UserError(
+            f"--init_new_tokens {file}: write one word on each line, each once, without spaces"
+        )
     return words
 
 
@@ -165,7 +215,9 @@ def init_new_tokens(model: Any, tokenizer: Any, settings: EncoderSettings) -> No
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     head = model.get_output_embeddings()
-    tables = {id(table): table for table in (model.get_input_embeddings().weight, *head.parameters())}
+    tables = {
+        id(table): table for table in (model.get_input_embeddings().weight, *head.parameters())
+    }
     for word in _read_words(settings.init_new_tokens):
         for table in tables.values():
             table[tokenizer.convert_tokens_to_ids(word)] = table[_pieces(before, word)].mean(dim=0)

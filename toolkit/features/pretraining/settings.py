@@ -33,7 +33,9 @@ class MaskingSettings:
     @field_validator("mlm_probability", mode="before")
     @classmethod
     def _check(cls, value: object) -> object:
-        if value is not None and not re.fullmatch(r"0?\.\d*[1-9]\d*(:0?\.\d*[1-9]\d*)?", str(value)):
+        if value is not None and not re.fullmatch(
+            r"0?\.\d*[1-9]\d*(:0?\.\d*[1-9]\d*)?", str(value)
+        ):
             raise ValueError("must be a number between 0 and 1 (0.15), or two of them (0.30:0.15)")
         return value and str(value)
 

@@ -13,11 +13,17 @@ from toolkit.data.jieba_tokenizer import load_jieba
 _CHINESE = "\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _KATAKANA = "\u30a1-\u30fa\u30fc"
 # accents, vowels and joiners, but not the space of no width between words
-_MARKS = "".join(mark for mark in map(chr, range(0x10000)) if unicodedata.category(mark) in ("Mn", "Mc", "Me", "Cf"))
+_MARKS = "".join(
+    mark
+    for mark in map(chr, range(0x10000))
+    if unicodedata.category(mark) in ("Mn", "Mc", "Me", "Cf")
+)
 _MARKS = _MARKS.replace("\u200b", "")
 _LETTER = rf"[^\W_{_CHINESE}{_KATAKANA}\u3041-\u3096]"
 # letters and digits, including don't, 3.5 and 10,000; a run of katakana; any other single character
-_WORD = re.compile(rf"{_LETTER}(?:{_LETTER}|[{_MARKS}]|['’](?={_LETTER})|(?<=\d)[.,](?=\d))*|[{_KATAKANA}]+|\S")
+_WORD = re.compile(
+    rf"{_LETTER}(?:{_LETTER}|[{_MARKS}]|['’](?={_LETTER})|(?<=\d)[.,](?=\d))*|[{_KATAKANA}]+|\S"
+)
 HAN = re.compile(f"[{_CHINESE}]")
 
 
@@ -44,5 +50,7 @@ def word_starts(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
     preceding = np.maximum.accumulate(np.where(word_at >= 0, characters, -1))
     begins, ends = np.array(offsets, np.int64).reshape(-1, 2).T
     first = np.where(following[begins] < ends, word_at[following[begins]], -1)
-    last = np.where((begins < ends) & (preceding[ends - 1] >= begins), word_at[preceding[ends - 1]], -1)
+    last = np.where(
+        (begins < ends) & (preceding[ends - 1] >= begins), word_at[preceding[ends - 1]], -1
+    )
     return np.append(True, (first[1:] != last[:-1]) | (first[1:] < 0))

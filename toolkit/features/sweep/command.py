@@ -36,17 +36,26 @@ def run(options: argparse.Namespace, words: list[str]) -> None:
         if (count := getattr(options, name)) is not None and count < 1:
             raise UserError(f"--{name} {count}: give 1 or more")
     if not (options.search or options.seeds or options.configs):
-        raise UserError("toolkit sweep needs --search NAME=VALUES, --seeds N or --configs A,B: see --help")
+        raise UserError(
+            "toolkit sweep needs --search NAME=VALUES, --seeds N or --configs A,B: see --help"
+        )
     if options.trials and not options.search:
         raise UserError("--trials has no effect without --search")
     if options.search:
         require_extra("--search", "sweep", "optuna")
     space = dict(sweep.parse_values(text) for text in options.search)
-    folders = [find_file(config, options.recipe, "accelerate_configs").stem for config in options.configs]
-    for option, names in (("search", [text.partition("=")[0] for text in options.search]), ("configs", folders)):
+    folders = [
+        find_file(config, options.recipe, "accelerate_configs").stem for config in options.configs
+    ]
+    for option, names in (
+        ("search", [text.partition("=")[0] for text in options.search]),
+        ("configs", folders),
+    ):
         if len(set(names)) < len(names):
             raise UserError(f"--{option}: two have the same name: {', '.join(names)}")
-    hangup = [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)  # ignored under nohup
+    hangup = [signal.SIGHUP] * (
+        signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+    )  # ignored under nohup
     for number in (signal.SIGINT, signal.SIGTERM, *hangup):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +69,9 @@ def run(options: argparse.Namespace, words: list[str]) -> None:
             for name, config in zip(folders, options.configs, strict=True):
                 sweep.run_recipe(folder / name, {**best, "config_file": config})
     except Timeout:
-        raise UserError(f"another sweep is writing to {folder}: name another --output_dir, or stop that one") from None
+        raise UserError(
+            f"another sweep is writing to {folder}: name another --output_dir, or stop that one"
+        ) from None
     comparison = compare(sweep.runs)[0]
     if best:
         print(f"\nbest settings: {shlex.join(['python', *sweep.command(best)])}")
@@ -76,16 +87,29 @@ class Sweep:
         if not Path(recipe).is_file() or Path(recipe).suffix != ".py":
             raise UserError(f"there is no recipe {recipe}: name recipes/cls.py, for example")
         self.recipe, self.words, self.folder = recipe, list(words), folder
-        paths = [Path(word.rpartition("=")[2]) for word in words if word.endswith((".yaml", ".yml"))]
-        self.files = "".join(f"  # {path.name} {digest_of_file(path)}" for path in paths if path.is_file())
+        paths = [
+            Path(word.rpartition("=")[2]) for word in words if word.endswith((".yaml", ".yml"))
+        ]
+        self.files = "".join(
+            f"  # {path.name} {digest_of_file(path)}" for path in paths if path.is_file()
+        )
         """The content of the YAML files among the words: a changed one makes another command."""
         self.runs: list[Path] = []
         self.settings = self._parse([])
-        for name in ("push_to_hub", "folds"):  # all runs would upload to one place; folds have no common evaluation
+        for name in (
+            "push_to_hub",
+            "folds",
+        ):  # all runs would upload to one place; folds have no common evaluation
             if self.settings.get(name):
-                raise UserError(f"--{name} is not for a sweep: pass it to a run with the best settings")
+                raise UserError(
+                    f"--{name} is not for a sweep: pass it to a run with the best settings"
+                )
         self.seed = int(self.settings.get("seed", 42))
-        if self.settings and self.settings["data_seed"] is None and not self.settings["validation_file"]:
+        if (
+            self.settings
+            and self.settings["data_seed"] is None
+            and not self.settings["validation_file"]
+        ):
             self.words += ["--data_seed", str(self.seed)]  # the same validation rows in every run
 
     def _parse(self, extra: Sequence[str]) -> dict[str, Any]:
@@ -95,7 +119,9 @@ class Sweep:
             return {}
         demo = Path(self.recipe).with_name(f"{task}_demo.yaml")
         arguments = [*split_arguments(self.words)[1], *extra]
-        parsed: Any = config.parse(config.tasks()[task], arguments, demo if demo.is_file() else None)
+        parsed: Any = config.parse(
+            config.tasks()[task], arguments, demo if demo.is_file() else None
+        )
         return config.flat(parsed)
 
     def parse_values(self, text: str) -> tuple[str, Any]:
@@ -105,7 +131,10 @@ class Sweep:
         name, _, values = text.partition("=")
         choices, (low, *high) = values.split(","), values.split(":")
         try:
-            if name in LOSS_SETTINGS and self.settings.get("metric_for_best_model") in ("loss", "eval_loss"):
+            if name in LOSS_SETTINGS and self.settings.get("metric_for_best_model") in (
+                "loss",
+                "eval_loss",
+            ):
                 raise ValueError("losses under different values cannot be compared: pass another "
                                  "--metric_for_best_model, for example f1_macro")  # fmt: skip
             if (len(choices) == 1 and not high) or high[1:] not in ([], ["log"]):
@@ -121,7 +150,10 @@ class Sweep:
             raise UserError(f"--search {text}: {first_line(error)}") from error
 
     def run_recipe(
-        self, folder: Path, settings: Mapping[str, Any], while_running: Callable[[], None] = lambda: None
+        self,
+        folder: Path,
+        settings: Mapping[str, Any],
+        while_running: Callable[[], None] = lambda: None,
     ) -> None:
         """Runs the recipe with these settings, unless `folder` holds the finished run; moves the run of another command
         aside. A stop signal, or an error of `while_running`, stops the run with a checkpoint. Raises UserError."""
@@ -130,17 +162,28 @@ class Sweep:
         command = shlex.join(self.command(settings)) + self.files
         if folder.exists() and record.is_file() and record.read_text(encoding="utf-8") != command:
             folder.rename(folder.with_name(f"{folder.name}.old-{time.strftime('%Y%m%d-%H%M%S')}"))
-        if (lock := folder / ".lock").exists():  # the run of a killed sweep may still be writing its checkpoint
-            with contextlib.suppress(Timeout, OSError, NotImplementedError), FileLock(lock, timeout=_STOP_SECONDS):
+        if (
+            lock := folder / ".lock"
+        ).exists():  # the run of a killed sweep may still be writing its checkpoint
+            with (
+                contextlib.suppress(Timeout, OSError, NotImplementedError),
+                FileLock(lock, timeout=_STOP_SECONDS),
+            ):
                 pass
         report, config = folder / "report.html", folder / "config.json"
         # a run that was stopped has a report, too: one that resumes and is killed writes its config after it
-        if report.exists() and "stopped" not in run_config(folder) and report.stat().st_mtime >= config.stat().st_mtime:
+        if (
+            report.exists()
+            and "stopped" not in run_config(folder)
+            and report.stat().st_mtime >= config.stat().st_mtime
+        ):
             return
         record.write_text(command, encoding="utf-8")
         print(f"{folder.name}:", *_options(settings), flush=True)
         settings = {**settings, "output_dir": folder}
-        if (folder / "metrics.jsonl").exists() and not any(folder.glob("checkpoints/step-*/state.json")):
+        if (folder / "metrics.jsonl").exists() and not any(
+            folder.glob("checkpoints/step-*/state.json")
+        ):
             settings["overwrite_output_dir"] = "true"  # it was killed before its first checkpoint
         error = run_child(self.command(settings), log, while_running=while_running)
         if error:
@@ -155,8 +198,12 @@ class Sweep:
         from optuna.distributions import CategoricalDistribution
         from optuna.trial import TrialState
 
-        study = self._open_study(shlex.join([self.recipe, *self.words, *(f"--search={text}" for text in texts)]))
-        lists = [kind.choices for kind in space.values() if isinstance(kind, CategoricalDistribution)]
+        study = self._open_study(
+            shlex.join([self.recipe, *self.words, *(f"--search={text}" for text in texts)])
+        )
+        lists = [
+            kind.choices for kind in space.values() if isinstance(kind, CategoricalDistribution)
+        ]
         if len(lists) == len(space):
             grid = list(itertools.product(*lists))
             for values in grid:
@@ -184,19 +231,27 @@ class Sweep:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         path, command = self.folder / "study.journal", command + self.files
         try:
-            storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path)))
+            storage = optuna.storages.JournalStorage(
+                optuna.storages.journal.JournalFileBackend(str(path))
+            )
             pruner = optuna.pruners.MedianPruner(n_startup_trials=4)
             study = optuna.create_study(storage=storage, pruner=pruner, study_name="sweep", direction="maximize",
                                         load_if_exists=True)  # fmt: skip
-            study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))  # the same seed would repeat its values
-            for trial in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):  # stopped: to be run next
+            study.sampler = optuna.samplers.TPESampler(
+                seed=len(study.trials)
+            )  # the same seed would repeat its values
+            for trial in study.get_trials(
+                states=(optuna.trial.TrialState.RUNNING,)
+            ):  # stopped: to be run next
                 storage.set_trial_state_values(trial._trial_id, optuna.trial.TrialState.WAITING)
         except Exception as error:  # optuna raises many kinds for a damaged line
             why = f"is not a readable journal ({first_line(error)[:200]})"
             raise UserError(f"{path} {why}: name another --output_dir, or remove it") from error
         if (earlier := study.user_attrs.get("command", "" if study.trials else command)) != command:
             remedy = f"continue it with `toolkit sweep {earlier}`, or name another --output_dir"
-            raise UserError(f"{self.folder} holds another sweep, or its YAML files have changed: {remedy}")
+            raise UserError(
+                f"{self.folder} holds another sweep, or its YAML files have changed: {remedy}"
+            )
         study.set_user_attr("command", command)
         return study
 
@@ -213,7 +268,10 @@ class Sweep:
             return None
         metric, by_step = evaluations(folder)
         best = max(by_step.values(), default=None)
-        print("  no metric" if best is None else f"  {metric.metric} {metric.sign * best:.4f}", flush=True)
+        print(
+            "  no metric" if best is None else f"  {metric.metric} {metric.sign * best:.4f}",
+            flush=True,
+        )
         return best
 
 
@@ -226,7 +284,9 @@ def _prune(trial: Any, folder: Path) -> None:
     for step in by_step.keys() - reported.keys():
         trial.report(by_step[step], step)
     if trial.should_prune():
-        print(f"  pruned after step {max(by_step)}: worse than the median of the others", flush=True)
+        print(
+            f"  pruned after step {max(by_step)}: worse than the median of the others", flush=True
+        )
         raise TrialPruned
 
 
@@ -244,4 +304,8 @@ def evaluations(folder: Path) -> tuple[Any, dict[int, float]]:
         return None, {}
     record = Record.load(folder)
     best, lines = record.best, record.training_evaluations
-    return best, {line["step"]: best.sign * line[best.metric] for line in lines if line[best.metric] is not None}
+    return best, {
+        line["step"]: best.sign * line[best.metric]
+        for line in lines
+        if line[best.metric] is not None
+    }

@@ -15,8 +15,18 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--search", action="append", default=[], metavar="NAME=VALUES", help=search)
     add("--trials", type=int, metavar="N", help="total runs of the search [20]")
     add("--seeds", type=int, metavar="N", help="run the best settings with N seeds")
-    add("--configs", type=lambda text: text.split(","), default=[], metavar="FILE,FILE", help=configs)
-    add("--output_dir", metavar="FOLDER", help="folder of the sweep [runs/sweep-RECIPE], with a folder for each run")
+    add(
+        "--configs",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="FILE,FILE",
+        help=configs,
+    )
+    add(
+        "--output_dir",
+        metavar="FOLDER",
+        help="folder of the sweep [runs/sweep-RECIPE], with a folder for each run",
+    )
 
 
 FEATURE = Feature(Command(

@@ -11,7 +11,15 @@ import numpy as np
 
 from toolkit.data.batches import IGNORED, Batch, Collator
 from toolkit.data.table import Rows, Table, Targets
-from toolkit.data.tokens import Split, TextBlock, encode_blocks, gather_slices, read_lines, save_texts, save_tokens
+from toolkit.data.tokens import (
+    Split,
+    TextBlock,
+    encode_blocks,
+    gather_slices,
+    read_lines,
+    save_texts,
+    save_tokens,
+)
 from toolkit.errors import UserError, listing
 
 USUAL = ("title", "summary", "headline", "highlights", "heading", "标题", "题目", "摘要")
@@ -28,15 +36,27 @@ class TitleCollator(Collator):
         batch = super().__call__(indices)
         indices = indices if len(indices) else np.zeros(1, np.int64)
         titles, lengths = gather_slices(self.split.target_ids, self.split.target_offsets, indices)
-        first, last, width = lengths.cumsum() - lengths, lengths.cumsum() - 1, int(lengths.max()) - 1
+        first, last, width = (
+            lengths.cumsum() - lengths,
+            lengths.cumsum() - 1,
+            int(lengths.max()) - 1,
+        )
         # the causal mask hides right padding: the decoder needs no attention mask
-        inputs = self.padded(np.delete(titles, last), lengths - 1, width, self.pad_id, left=False)  # (B, T)
-        labels = self.padded(np.delete(titles, first), lengths - 1, width, IGNORED, left=False)  # (B, T)
+        inputs = self.padded(
+            np.delete(titles, last), lengths - 1, width, self.pad_id, left=False
+        )  # (B, T)
+        labels = self.padded(
+            np.delete(titles, first), lengths - 1, width, IGNORED, left=False
+        )  # (B, T)
         return replace(batch, inputs={**batch.inputs, "decoder_input_ids": inputs}, labels=labels)
 
     def prepare_model(self, accelerator: Any, model: Any) -> None:
         super().prepare_model(accelerator, model)
-        if missing := [name for name in ("generation_config", "get_encoder", "generate") if not hasattr(model, name)]:
+        if missing := [
+            name
+            for name in ("generation_config", "get_encoder", "generate")
+            if not hasattr(model, name)
+        ]:
             why = f"an evaluation generates titles, and {type(model).__name__} has no {listing(missing)}"
             raise UserError(f"{why}: give it those of the model in it (docs/titles.md)")
 
@@ -79,18 +99,24 @@ class Titles(Targets):
     def check(cls, settings: Any, tokenizer: Any) -> None:
         if tokenizer.cls_token_id is None or tokenizer.sep_token_id is None:
             name = settings.model.model_name_or_path
-            raise UserError(f"{name}: its tokenizer has no cls_token or sep_token to begin and end a title")
+            raise UserError(
+                f"{name}: its tokenizer has no cls_token or sep_token to begin and end a title"
+            )
 
     @classmethod
     def data_facts(cls, settings: Any) -> dict[str, Any]:
-        return {name: getattr(settings.data, name) for name in ("title_column", "max_target_length")}
+        return {
+            name: getattr(settings.data, name) for name in ("title_column", "max_target_length")
+        }
 
     @classmethod
     def text_columns(cls, settings: Any, table: Table, text_column: str) -> dict[str, str]:
         return {"title_column": cls.find(settings, table, text_column).column}
 
     @classmethod
-    def find(cls, settings: Any, table: Table, text_column: str, rows: np.ndarray | None = None) -> Titles:
+    def find(
+        cls, settings: Any, table: Table, text_column: str, rows: np.ndarray | None = None
+    ) -> Titles:
         columns = table.find_columns(settings.data.title_column, USUAL, "title_column")
         texts = table.columns_of(text_column)
         if len(columns) != 1:
@@ -102,7 +128,9 @@ class Titles(Targets):
         return cls(columns[0], settings.data.max_target_length)
 
     def all_missing(self, table: Table) -> bool:
-        return self.column in table.rows.column_names and not any(map(any, self._titles(table, None)))
+        return self.column in table.rows.column_names and not any(
+            map(any, self._titles(table, None))
+        )
 
     def trial(self, split: Any) -> tuple[Any, Any]:
         titles = split.titles()[:_TRIAL_TITLES]
@@ -111,16 +139,22 @@ class Titles(Targets):
     def save(self, folder: Path, rows: Rows, tokenizer: Any) -> list[str]:
         """Writes `target_ids`, `target_offsets`, unused `labels`, and, for validation and test, the titles."""
         super().save(folder, rows, tokenizer)
-        titles: Iterator[TextBlock] = ((block, None) for block in self._titles(rows.table, rows.numbers))
+        titles: Iterator[TextBlock] = (
+            (block, None) for block in self._titles(rows.table, rows.numbers)
+        )
         if folder.name != "train":
             titles = save_texts(folder / "titles.jsonl", titles)
         # + 1: the start token, which is not predicted
-        tokens = encode_blocks(tokenizer, titles, self.max_length + 1, len(rows), f"titles of {folder.name}")
+        tokens = encode_blocks(
+            tokenizer, titles, self.max_length + 1, len(rows), f"titles of {folder.name}"
+        )
         counts = save_tokens(folder, tokens, "target_ids", "target_offsets")
         if not counts.truncated:
             return []
         share = 100 * counts.truncated / len(rows)
-        return [f"{folder.name}: {share:.1f} % of the titles are cut at {self.max_length} tokens (--max_target_length)"]
+        return [
+            f"{folder.name}: {share:.1f} % of the titles are cut at {self.max_length} tokens (--max_target_length)"
+        ]
 
     def facts(self) -> dict[str, Any]:
         settings = {"title_column": self.column, "max_target_length": self.max_length}

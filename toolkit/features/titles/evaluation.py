@@ -26,7 +26,9 @@ from toolkit.utils.modules import unwrapped
 _DEFAULT_MAX_LENGTH = 33  # if generation_config.json sets none
 
 
-def title_metrics(titles: Sequence[str], references: Sequence[str], segmenter: Any = "auto") -> dict[str, Any]:
+def title_metrics(
+    titles: Sequence[str], references: Sequence[str], segmenter: Any = "auto"
+) -> dict[str, Any]:
     """Mean ROUGE-1, 2 and L; `segmenter`: as `--rouge_segmenter`."""
     segmenter = rouge.resolve(segmenter, references)
     scores = rouge.scores(titles, references, segmenter)
@@ -34,7 +36,9 @@ def title_metrics(titles: Sequence[str], references: Sequence[str], segmenter: A
     return {**means, "rouge_segmenter": segmenter}
 
 
-def title_evaluation(outputs: Outputs, tokenizer: Any, compute_metrics: ComputeMetrics) -> Evaluation:
+def title_evaluation(
+    outputs: Outputs, tokenizer: Any, compute_metrics: ComputeMetrics
+) -> Evaluation:
     """The evaluation from gathered losses (N,), summed over each title's tokens, and generated token ids (N, T).
 
     All ranks get the metrics.
@@ -66,7 +70,9 @@ class TitleAnswers(Answers):
         return load_saved_title_model(settings)
 
     @torch.no_grad()
-    def outputs(self, accelerator: Any, model: Any, split: Any, tokenizer: Any, *sizes: Any) -> list[str] | None:
+    def outputs(
+        self, accelerator: Any, model: Any, split: Any, tokenizer: Any, *sizes: Any
+    ) -> list[str] | None:
         writer, outputs = Writer(accelerator, model), Outputs(accelerator, split)
         for batch in batches_of(accelerator, split, tokenizer, *sizes):
             titles = writer.write(*writer.encode(batch))  # (B, T)
@@ -88,14 +94,22 @@ class Writer:
         model.eval()
         self.module = unwrapped(model)
         config = self.module.generation_config
-        self.max_new_tokens = config.max_new_tokens or (config.max_length or _DEFAULT_MAX_LENGTH) - 1
+        self.max_new_tokens = (
+            config.max_new_tokens or (config.max_length or _DEFAULT_MAX_LENGTH) - 1
+        )
         self.pad_token_id = config.pad_token_id or 0
-        self.autocast = autocast(accelerator)  # of the encoder; the whole model's forward has its own
+        self.autocast = autocast(
+            accelerator
+        )  # of the encoder; the whole model's forward has its own
         plugin = accelerator.state.deepspeed_plugin
-        sharded = accelerator.distributed_type == DistributedType.FSDP or (plugin and plugin.zero_stage == 3)
+        sharded = accelerator.distributed_type == DistributedType.FSDP or (
+            plugin and plugin.zero_stage == 3
+        )
         # each forward gathers parameters: a rank whose titles have all ended must continue until the others' have
         self.synced_gpus = bool(sharded) and accelerator.num_processes > 1
-        if isinstance(self.module, FSDPModule):  # its hooks gather root parameters only in the root's forward
+        if isinstance(
+            self.module, FSDPModule
+        ):  # its hooks gather root parameters only in the root's forward
             self.module._get_fsdp_state()._lazy_init()
             self.module.unshard()
 
@@ -110,11 +124,17 @@ class Writer:
     def logits(self, batch: Batch, encoded: Any, mask: torch.Tensor) -> torch.Tensor:
         """(B, T, V): logits of the reference titles (teacher forcing)."""
         inputs = {"encoder_outputs": encoded, "attention_mask": mask}
-        return self.module(**inputs, decoder_input_ids=batch.inputs["decoder_input_ids"], use_cache=False).logits
+        return self.module(
+            **inputs, decoder_input_ids=batch.inputs["decoder_input_ids"], use_cache=False
+        ).logits
 
     def write(self, encoded: Any, mask: torch.Tensor) -> torch.Tensor:
         """(B, max_new_tokens): token ids of the generated titles, padded, without the start token."""
         length, inputs = self.max_new_tokens, {"encoder_outputs": encoded, "attention_mask": mask}
-        options = {"max_new_tokens": length, "num_return_sequences": 1, "synced_gpus": self.synced_gpus}
+        options = {
+            "max_new_tokens": length,
+            "num_return_sequences": 1,
+            "synced_gpus": self.synced_gpus,
+        }
         ids = self.module.generate(**inputs, **options)[:, 1:]
         return torch.nn.functional.pad(ids, (0, length - ids.shape[1]), value=self.pad_token_id)

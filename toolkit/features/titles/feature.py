@@ -18,7 +18,9 @@ class TitlesFeature(Feature):
     pipeline_tags: ClassVar = {"title_generation": "summarization"}
 
     def targets(self, settings: Any) -> Any:
-        require_extra("recipes/title.py", "titles", "rouge_score", "jieba")  # fail now, not at the first ROUGE
+        require_extra(
+            "recipes/title.py", "titles", "rouge_score", "jieba"
+        )  # fail now, not at the first ROUGE
         from toolkit.features.titles.data import Titles
 
         return Titles

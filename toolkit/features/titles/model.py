@@ -23,7 +23,13 @@ from toolkit.config import PretrainedSettings
 from toolkit.errors import UserError
 from toolkit.features.titles.settings import KIND, GenerationSettings
 from toolkit.models.classifier import choose_attention, configure, from_pretrained, set_dropout
-from toolkit.pretrained import explain_load_errors, load_config, quiet_transformers, refuse_random, whole_weights
+from toolkit.pretrained import (
+    explain_load_errors,
+    load_config,
+    quiet_transformers,
+    refuse_random,
+    whole_weights,
+)
 
 
 def load_title_model(
@@ -45,13 +51,19 @@ def load_title_model(
         if load_config(settings).model_type == KIND:
             model = _saved(settings)
         else:
-            model = EncoderDecoderModel(encoder=_part(AutoModel, long, load_config(long)), decoder=_decoder(settings))
+            model = EncoderDecoderModel(
+                encoder=_part(AutoModel, long, load_config(long)), decoder=_decoder(settings)
+            )
     positions = getattr(model.config.decoder, "max_position_embeddings", None)
     if positions and max_target_length >= positions:
         why = f"the decoder of {name} has {positions} positions"
-        raise UserError(f"--max_target_length {max_target_length}: {why}; pass at most {positions - 1}")
+        raise UserError(
+            f"--max_target_length {max_target_length}: {why}; pass at most {positions - 1}"
+        )
     _configure_generation(model, tokenizer, generation, max_target_length)
-    configure(model, settings, decoder_input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False)
+    configure(
+        model, settings, decoder_input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False
+    )
     return model
 
 
@@ -92,14 +104,20 @@ def _decoder(settings: PretrainedSettings) -> Any:
 def _as_bert(decoder: Any) -> BertLMHeadModel:
     """A BERT decoder with a BigBird decoder's weights and the same logits; with cross-attention transformers' BigBird
     (5.23) gives wrong logits, and it cannot generate."""
-    config = BertConfig.from_dict({**decoder.config.to_dict(), "model_type": "bert", "architectures": None})
+    config = BertConfig.from_dict(
+        {**decoder.config.to_dict(), "model_type": "bert", "architectures": None}
+    )
     bert = BertLMHeadModel(config)
-    weights = {name: weight for name, weight in decoder.state_dict().items() if "pooler" not in name}
+    weights = {
+        name: weight for name, weight in decoder.state_dict().items() if "pooler" not in name
+    }
     bert.load_state_dict(weights)
     return bert
 
 
-def _configure_generation(model: Any, tokenizer: Any, generation: GenerationSettings, max_target_length: int) -> None:
+def _configure_generation(
+    model: Any, tokenizer: Any, generation: GenerationSettings, max_target_length: int
+) -> None:
     """Sets the special tokens and the beam search in the configs that are saved with the model."""
     special_tokens = {
         "decoder_start_token_id": tokenizer.cls_token_id,
@@ -107,7 +125,10 @@ def _configure_generation(model: Any, tokenizer: Any, generation: GenerationSett
         "pad_token_id": tokenizer.pad_token_id,
     }
     # hidden_size for DeepSpeed's `auto` sizes
-    sizes = {"vocab_size": model.config.decoder.vocab_size, "hidden_size": model.config.encoder.hidden_size}
+    sizes = {
+        "vocab_size": model.config.decoder.vocab_size,
+        "hidden_size": model.config.encoder.hidden_size,
+    }
     model.config.update({**special_tokens, **sizes})
     beams = {"length_penalty": generation.length_penalty} if generation.num_beams > 1 else {}
     model.generation_config = GenerationConfig(

@@ -22,7 +22,11 @@ def examples(record: Record, folder: Path, texts: Sequence[str]) -> dict[str, An
 
     def example(index: int) -> dict[str, Any]:
         line = lines[index]
-        parts = {"text": texts[index] if texts else "", "title": titles[index], "reference": line["reference"]}
+        parts = {
+            "text": texts[index] if texts else "",
+            "title": titles[index],
+            "reference": line["reference"],
+        }
         shown = {name: truncate(part) for name, part in parts.items()}
         return shown | {"row": line["id"] + 1, "rouge": line["scores"]["rougeL"]}
 

@@ -38,11 +38,15 @@ def resolve(segmenter: Segmenter, references: Sequence[str]) -> Literal["word", 
         return "word"
     if segmenter == "word":
         why = f"and {100 * foreign / len(letters):.0f} % of the references' letters are others"
-        raise UserError(f"--rouge_segmenter word ignores all letters but a-z, {why}: choose jieba, char or auto")
+        raise UserError(
+            f"--rouge_segmenter word ignores all letters but a-z, {why}: choose jieba, char or auto"
+        )
     return "jieba" if len(_HAN.findall(letters)) > FOREIGN_SHARE * len(letters) else "char"
 
 
-def scores(predictions: Sequence[str], references: Sequence[str], segmenter: Segmenter) -> list[dict[str, float]]:
+def scores(
+    predictions: Sequence[str], references: Sequence[str], segmenter: Segmenter
+) -> list[dict[str, float]]:
     """{rouge1, rouge2, rougeL} of each pair: F-measures from 0 to 1; 0 for an empty text.
 
     Raises UserError if the extra `titles` is not installed, ValueError for lists of different lengths.
@@ -68,7 +72,9 @@ def tokenize_of(segmenter: Literal["word", "jieba", "char"]) -> Callable[[str], 
     from toolkit.data.jieba_tokenizer import load_jieba
 
     cutter = load_jieba().cutter
-    return lambda text: [word for word in cutter.lcut(_normalise(text)) if any(map(str.isalnum, word))]
+    return lambda text: [
+        word for word in cutter.lcut(_normalise(text)) if any(map(str.isalnum, word))
+    ]
 
 
 def _normalise(text: str) -> str:

@@ -61,8 +61,15 @@ class Trial:
         if len(self.losses) != len(other.losses):
             return math.inf
         weight, differences = 1.0 if self.precision == "no" else _GRADIENT_WEIGHT, [0.0]
-        for mine, theirs, factor in ((self.losses, other.losses, 1.0), (self.grad_norms, other.grad_norms, weight)):
-            pairs = [(a, b) for a, b in zip(mine[:steps], theirs[:steps], strict=True) if math.isfinite(a + b)]
+        for mine, theirs, factor in (
+            (self.losses, other.losses, 1.0),
+            (self.grad_norms, other.grad_norms, weight),
+        ):
+            pairs = [
+                (a, b)
+                for a, b in zip(mine[:steps], theirs[:steps], strict=True)
+                if math.isfinite(a + b)
+            ]
             differences += [factor * abs(a - b) / max(abs(b), 1e-12) for a, b in pairs]
         return max(differences)
 
@@ -80,25 +87,53 @@ class Trial:
         verdict = "" if self.agrees else "  NOT THE SAME:"
         if self.difference is not None:
             verdict += f"  differs by {self.difference:.1e} (allowed {self.allowed:.1e})"
-        losses, norms = (" ".join(f"{value:10.7g}" for value in values) for values in (self.losses, self.grad_norms))
+        losses, norms = (
+            " ".join(f"{value:10.7g}" for value in values)
+            for values in (self.losses, self.grad_norms)
+        )
         reason = [f"    -> {self.reason}"] if self.reason else []
-        return [f"{prefix}loss          {losses}{verdict}", f"{'':35}gradient norm {norms}", *reason]
+        return [
+            f"{prefix}loss          {losses}{verdict}",
+            f"{'':35}gradient norm {norms}",
+            *reason,
+        ]
 
 
 def run(options: argparse.Namespace, words: list[str]) -> NoReturn:
     """`words`: the command line of the recipe and of its launcher. Exits with 0, or 1 if a run differs."""
     if not Path(options.recipe).is_file():
-        raise UserError(f"there is no recipe {options.recipe}: pass its path, such as recipes/cls.py")
+        raise UserError(
+            f"there is no recipe {options.recipe}: pass its path, such as recipes/cls.py"
+        )
     verification = Verification(options, [word for word in words if word != "--"])
     trials = verification.run()
     faults = [trial.name for trial in trials if not trial.agrees]
-    path, runs = verification.folder / "verify.json", [asdict(trial) | {"agrees": trial.agrees} for trial in trials]
-    facts = {"agrees": not faults, "host": socket.gethostname(), "command": shlex.join(sys.argv), "runs": runs}
-    path.write_text(json.dumps(nan_to_none(facts), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    path, runs = (
+        verification.folder / "verify.json",
+        [asdict(trial) | {"agrees": trial.agrees} for trial in trials],
+    )
+    facts = {
+        "agrees": not faults,
+        "host": socket.gethostname(),
+        "command": shlex.join(sys.argv),
+        "runs": runs,
+    }
+    path.write_text(
+        json.dumps(nan_to_none(facts), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     elsewhere = [trial.name for trial in trials if not trial.losses]
-    verdict = f"the first machine compares {', '.join(elsewhere)}" if elsewhere else "the same training everywhere"
+    verdict = (
+        f"the first machine compares {', '.join(elsewhere)}"
+        if elsewhere
+        else "the same training everywhere"
+    )
     verdict = f"NOT THE SAME everywhere: {', '.join(faults)}" if faults else verdict
-    print("\n".join(["", *(line for trial in trials for line in trial.lines()), "", f"{verdict} ({path})"]), flush=True)
+    print(
+        "\n".join(
+            ["", *(line for trial in trials for line in trial.lines()), "", f"{verdict} ({path})"]
+        ),
+        flush=True,
+    )
     sys.exit(bool(faults))
 
 
@@ -106,7 +141,9 @@ class Verification:
     def __init__(self, options: argparse.Namespace, words: Sequence[str]) -> None:
         """Raises UserError for a config that does not exist."""
         launch, self.words = split_arguments(words)
-        self.launch = [word for name, value in vars(launch).items() if value for word in (f"--{name}", value)]
+        self.launch = [
+            word for name, value in vars(launch).items() if value for word in (f"--{name}", value)
+        ]
         self.options, self.configs = options, options.config_file or CONFIGS
         self.folder = Path(options.output_dir or f"runs/verify-{Path(options.recipe).stem}")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -117,7 +154,10 @@ class Verification:
         self.samples = max(_SAMPLES, 4 * world + 1)  # several micro-batches on each process
 
     def run(self) -> list[Trial]:
-        host, precision = socket.gethostname(), self.options.mixed_precision  # several machines may share the folder
+        host, precision = (
+            socket.gethostname(),
+            self.options.mixed_precision,
+        )  # several machines may share the folder
         one = self._trial(f"one-process-{host}", "no", [])
         if not one.losses:
             file = self.folder / one.name / "metrics.jsonl"
@@ -125,14 +165,21 @@ class Verification:
             return [one]
         random = self._trial(f"other-randomness-{host}", "no", [], seed_offset=1)
         size = self._trial(f"other-micro-batches-{host}", "no", [], _OTHER_SIZE)
-        random.compare(one, "it draws its own random numbers (dropout?): remove them, or derive them from batch.ids")
+        random.compare(
+            one,
+            "it draws its own random numbers (dropout?): remove them, or derive them from batch.ids",
+        )
         size.compare(one, random.reason or _reason_of_size(size, one))
         trials, references = [one, random, size], dict[str, Trial]()
         for name in self.configs:
             config, stem = ["--config_file", name, *self.launch], Path(name).stem
             trials.append(trial := self._trial(stem, "no", config))
             trial.compare(one, random.reason or size.reason or _reason_of_strategy(trial, one))
-            other = self._trial(f"{stem}-{precision}", precision, config) if precision != "no" else trial
+            other = (
+                self._trial(f"{stem}-{precision}", precision, config)
+                if precision != "no"
+                else trial
+            )
             if (kind := other.precision) == "no":  # "auto" chose fp32
                 continue
             if other.losses and kind not in references:
@@ -141,11 +188,15 @@ class Verification:
                 references[kind] = reference
             half_precision = references[kind].difference if other.losses else None
             reason = trial.reason or f"it agrees in fp32: weights, or gradient sums, are in {kind}"
-            other.compare(one, reason, max(_ROUNDING.get(kind, 0.0), _MARGIN * (half_precision or 0.0)))
+            other.compare(
+                one, reason, max(_ROUNDING.get(kind, 0.0), _MARGIN * (half_precision or 0.0))
+            )
             trials.append(other)
         return trials
 
-    def _trial(self, name: str, precision: str, launch: list[str], size: int = _SIZE, seed_offset: int = 0) -> Trial:
+    def _trial(
+        self, name: str, precision: str, launch: list[str], size: int = _SIZE, seed_offset: int = 0
+    ) -> Trial:
         """Runs the recipe. Only the first machine gets numbers."""
         folder, log, steps = self.folder / name, self.folder / f"{name}.log", self.options.max_steps
         settings = {"global_batch_size": self.samples, "max_steps": steps, "per_device_batch_size": size, "dropout": 0,
@@ -153,22 +204,36 @@ class Verification:
                     "resume": "no", "output_dir": folder}  # fmt: skip
         if any(word.split("=")[0] == "--global_batch_size" for word in self.words):
             del settings["global_batch_size"]
-        words = [*self.words, *(word for key, value in settings.items() for word in (f"--{key}", str(value)))]
+        words = [
+            *self.words,
+            *(word for key, value in settings.items() for word in (f"--{key}", str(value))),
+        ]
         command = [sys.executable, self.options.recipe, *words, "--overwrite_output_dir", *launch]
-        trial, metrics = Trial(name, precision, shlex.join(command), self.options.tolerance), folder / "metrics.jsonl"
+        trial, metrics = (
+            Trial(name, precision, shlex.join(command), self.options.tolerance),
+            folder / "metrics.jsonl",
+        )
         before = metrics.stat().st_mtime_ns if metrics.exists() else None
         logger.info(f"{name}, {precision}: running")
         log.unlink(missing_ok=True)
         error = run_child(command[1:], log, {OTHER_RANDOMNESS: str(seed_offset)})
         if error:
             trial.error = error
-        elif metrics.exists() and metrics.stat().st_mtime_ns != before:  # not of an earlier run, on another machine
+        elif (
+            metrics.exists() and metrics.stat().st_mtime_ns != before
+        ):  # not of an earlier run, on another machine
             lines = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
             columns = ([line[key] for line in lines] for key in ("loss", "grad_norm", "tokens"))
             trial.losses, norms, trial.tokens = columns
-            trial.grad_norms = [math.inf if norm is None else norm for norm in norms]  # of a step that fp16 skipped
-            trial.precision = json.loads((folder / "config.json").read_text("utf-8"))["world"]["mixed_precision"]
-            shutil.rmtree(folder / "model", ignore_errors=True)  # saves disk space; a user's recipe may write none
+            trial.grad_norms = [
+                math.inf if norm is None else norm for norm in norms
+            ]  # of a step that fp16 skipped
+            trial.precision = json.loads((folder / "config.json").read_text("utf-8"))["world"][
+                "mixed_precision"
+            ]
+            shutil.rmtree(
+                folder / "model", ignore_errors=True
+            )  # saves disk space; a user's recipe may write none
         for old in self.folder.glob(f"{name}.old-*/{_MARK}"):  # moved aside by this run
             shutil.rmtree(old.parent, ignore_errors=True)
         if folder.is_dir():
@@ -179,8 +244,12 @@ class Verification:
 def _reason_of_size(trial: Trial, one: Trial) -> str:
     """Why one process with other micro-batches gives other numbers."""
     if not trial.losses or math.isclose(trial.losses[0], one.losses[0], rel_tol=trial.allowed):
-        return "gradients are changed inside the loop over micro-batches: change them once, after it"
-    if 0.5 < trial.losses[0] / one.losses[0] < 0.75:  # as the number of micro-batches, 7 instead of 11
+        return (
+            "gradients are changed inside the loop over micro-batches: change them once, after it"
+        )
+    if (
+        0.5 < trial.losses[0] / one.losses[0] < 0.75
+    ):  # as the number of micro-batches, 7 instead of 11
         return "the losses are divided by the micro-batch's size: give step.mean one undivided loss per sample"
     return "a sample's loss depends on the other samples of its micro-batch (contrastive pairs, BatchNorm)"
 

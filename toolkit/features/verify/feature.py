@@ -15,9 +15,18 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     configs = "may be repeated [ddp, zero2, zero3 and fsdp2 of accelerate_configs/]"
     add("--config_file", action="append", metavar="FILE", help=configs)
     add("--max_steps", type=int, default=4, metavar="N", help="optimizer steps of each run [4]")
-    add("--mixed_precision", default="auto", metavar="auto|no|bf16|fp16", help="compared with fp32, too [auto]")
+    add(
+        "--mixed_precision",
+        default="auto",
+        metavar="auto|no|bf16|fp16",
+        help="compared with fp32, too [auto]",
+    )
     add("--tolerance", type=float, default=1e-5, help="largest relative difference in fp32 [1e-5]")
-    add("--output_dir", metavar="FOLDER", help="folder of the runs and verify.json [runs/verify-RECIPE]")
+    add(
+        "--output_dir",
+        metavar="FOLDER",
+        help="folder of the runs and verify.json [runs/verify-RECIPE]",
+    )
 
 
 FEATURE = Feature(Command(

@@ -60,8 +60,12 @@ def _install(encoder: theirs.BigBirdModel, attention: str) -> None:
                             "attention_type='block_sparse', or install attention='full'")  # fmt: skip
         encoder.set_attention_type("block_sparse")  # a short batch may have changed it
     else:
-        encoder.config.attention_type = "original_full"  # saved with the model, which is then loaded as it was trained
-    for part in encoder.modules():  # the same function in one operator, which saves one tensor, not four
+        encoder.config.attention_type = (
+            "original_full"  # saved with the model, which is then loaded as it was trained
+        )
+    for (
+        part
+    ) in encoder.modules():  # the same function in one operator, which saves one tensor, not four
         if isinstance(getattr(part, "intermediate_act_fn", None), NewGELUActivation):
             part.intermediate_act_fn = GELUTanh()
     for part in (encoder, *(layer.attention for layer in encoder.encoder.layer)):

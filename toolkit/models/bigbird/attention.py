@@ -43,7 +43,9 @@ TILE = 64
 _TILES = {"BLOCK_M": 64, "BLOCK_N": 64}  # of the forward kernel
 
 
-def flex(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, pattern: Pattern) -> Tensor:
+def flex(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, pattern: Pattern
+) -> Tensor:
     """flex_attention with a block mask, over 4 samples or one at a time; `gathered` if no kernel compiles."""
     has_no_data = type(query).__name__ == "FakeTensor"
     # a graph would have to build a mask in every layer
@@ -51,7 +53,9 @@ def flex(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, pattern
         return gathered(query, key, value, bias, pattern)
     missing = _blocks(pattern) * pattern.block - pattern.length
     q, k, v = (F.pad(x, (0, 0, 0, missing)) if missing else x for x in (query, key, value))
-    if has_no_data:  # to estimate memory: another kernel that keeps the same tensors for its backward pass
+    if (
+        has_no_data
+    ):  # to estimate memory: another kernel that keeps the same tensors for its backward pass
         return F.scaled_dot_product_attention(q, k, v)[:, :, : pattern.length]
     mask, repeats = mask_of(pattern, query.device, torch.promote_types(query.dtype, torch.float32))
     whole, rest = divmod(len(query), _MAX_SAMPLES)
@@ -62,7 +66,9 @@ def flex(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, pattern
     biases = [None] * len(sizes) if bias is None else F.pad(bias, (0, missing)).split(sizes)
     contexts = []
     for *inputs, part_bias in zip(*parts, biases, strict=True):
-        score = None if part_bias is None else _score(repeats, part_bias.contiguous(), pattern.block)
+        score = (
+            None if part_bias is None else _score(repeats, part_bias.contiguous(), pattern.block)
+        )
         context = _run([x.contiguous() for x in inputs], score, mask)
         if context is None:
             return gathered(query, key, value, bias, pattern)
@@ -119,7 +125,9 @@ def _make_mask(pattern: Pattern, device: torch.device, dtype: torch.dtype) -> tu
 
 def _ordered(read: Tensor) -> tuple[Tensor, Tensor]:
     """(nh, N, N) -> (1, nh, N), the number of blocks that each block reads, and (1, nh, N, N), their indices first."""
-    read = read.int().contiguous()  # kernels read rows by address, and sorting keeps the strides of a transposed tensor
+    read = (
+        read.int().contiguous()
+    )  # kernels read rows by address, and sorting keeps the strides of a transposed tensor
     order = read.argsort(dim=-1, descending=True, stable=True).int()
     return read.sum(-1, dtype=torch.int32).unsqueeze(0), order.unsqueeze(0)
 
@@ -162,8 +170,12 @@ def _run(inputs: list[Tensor], score: Callable[..., Any] | None, mask: BlockMask
         if shape in _compiles:
             return _compiled()(*inputs, score, mask) if _compiles[shape] else None
         if sum(_compiles.values()) < _MAX_SHAPES:
-            if not _compiles and os.environ.get("RANK", "0") == "0":  # it may run without Accelerate
-                logger.info("BigBird: a kernel is compiled for each new shape of batches, seconds for each")
+            if (
+                not _compiles and os.environ.get("RANK", "0") == "0"
+            ):  # it may run without Accelerate
+                logger.info(
+                    "BigBird: a kernel is compiled for each new shape of batches, seconds for each"
+                )
             context: Tensor = _compile(*inputs, score, mask)
             _compiles[shape] = True
             return context
@@ -217,10 +229,16 @@ def _backward_tiles() -> contextlib.AbstractContextManager[None]:
 def _compiled() -> Callable[..., Any]:
     """With `fullgraph` torch raises FailOnRecompileLimitHit at its limit of shapes, and does not fall back to dense."""
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, score: Callable[..., Any] | None, mask: BlockMask) -> Any:
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, score: Callable[..., Any] | None, mask: BlockMask
+    ) -> Any:
         options: Any = _TILES if query.is_cuda else None
-        return flex_attention(query, key, value, score_mod=score, block_mask=mask, kernel_options=options)
+        return flex_attention(
+            query, key, value, score_mod=score, block_mask=mask, kernel_options=options
+        )
 
     compile_it: Any = torch.compile  # its type stub lacks recompile_limit
-    compiled: Callable[..., Any] = compile_it(attend, dynamic=False, fullgraph=True, recompile_limit=4 * _MAX_SHAPES)
+    compiled: Callable[..., Any] = compile_it(
+        attend, dynamic=False, fullgraph=True, recompile_limit=4 * _MAX_SHAPES
+    )
     return compiled

@@ -19,7 +19,12 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import UserError
-from toolkit.models.attention import head_groups, like_projection, refuse_second_derivatives, transforms_active
+from toolkit.models.attention import (
+    head_groups,
+    like_projection,
+    refuse_second_derivatives,
+    transforms_active,
+)
 from toolkit.models.bigbird.plan import Pattern, tables
 
 # query blocks per group: 4 heads at 4096 tokens, whose keys and values fit a CPU's cache. A GPU takes 16: it waits for
@@ -30,16 +35,22 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def gathered(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, pattern: Pattern) -> Tensor:
+def gathered(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, pattern: Pattern
+) -> Tensor:
     """(B, nh, S, hs) each, and a bias (B, S), added to every score of a key -> (B, nh, S, hs).
 
     A block that occurs twice in the plan counts twice in the softmax. Supports no second derivatives.
     """
     if not torch.compiler.is_compiling() and transforms_active():
-        raise UserError("torch.func (grad, vmap, ...) of a BigBird needs --attn_implementation eager")
+        raise UserError(
+            "torch.func (grad, vmap, ...) of a BigBird needs --attn_implementation eager"
+        )
     blocks = _tables(pattern, query.device)
     random = blocks["middle"][..., blocks["middle"].shape[-1] - pattern.random :]
-    context: Tensor = _Sparse.apply(query, key, value, bias, pattern.block, blocks["second"], random)
+    context: Tensor = _Sparse.apply(
+        query, key, value, bias, pattern.block, blocks["second"], random
+    )
     return context
 
 
@@ -51,7 +62,11 @@ class _Part(NamedTuple):
     add: Callable[[Tensor, Tensor], Any]  # adds gradients (P, R, K, hs) of the keys to their sum
 
     def bias(self, bias: Tensor | None, queries: Tensor) -> Tensor | None:
-        return None if bias is None else self.keys(bias.unsqueeze(-1)).mT.expand(-1, -1, queries.shape[2], -1)
+        return (
+            None
+            if bias is None
+            else self.keys(bias.unsqueeze(-1)).mT.expand(-1, -1, queries.shape[2], -1)
+        )
 
 
 def _parts(second: Tensor, random: Tensor) -> Iterator[_Part]:
@@ -66,7 +81,9 @@ def _parts(second: Tensor, random: Tensor) -> Iterator[_Part]:
     yield _Part(  # all blocks read the first and the last
         lambda x: x[:, 2:-2].flatten(1, 2).unsqueeze(1),
         lambda x: x[:, :: x.shape[1] - 1].flatten(1, 2).unsqueeze(1),
-        lambda total, grad: total[:, :: total.shape[1] - 1].add_(grad.unflatten(2, (2, -1)).squeeze(1)),
+        lambda total, grad: total[:, :: total.shape[1] - 1].add_(
+            grad.unflatten(2, (2, -1)).squeeze(1)
+        ),
     )
     yield _Part(lambda x: x[:, 2:-2], _neighbours, _add_neighbours)
     if random.shape[-1]:
@@ -92,7 +109,9 @@ def _blocks_of(table: Tensor) -> tuple[Callable[[Tensor], Tensor], Callable[[Ten
         return (table + torch.arange(pairs, device=table.device).view(-1, 1, 1) * blocks).flatten()
 
     def keys(x: Tensor) -> Tensor:
-        return x.flatten(0, 1).index_select(0, places(x.shape[1])).view(pairs, rows, -1, x.shape[-1])
+        return (
+            x.flatten(0, 1).index_select(0, places(x.shape[1])).view(pairs, rows, -1, x.shape[-1])
+        )
 
     def add(total: Tensor, grad: Tensor) -> None:
         blocks = grad.reshape(-1, *total.shape[2:]).to(total.dtype)
@@ -120,11 +139,16 @@ class _Sparse(torch.autograd.Function):
         logs = query.new_empty(samples, heads, length, dtype=sum_dtype)
         for group in head_groups(samples, heads, _at_once(query, block)):
             q, k, v = (_blocked(x[group], block) for x in (query, key, value))
-            out, sums = torch.zeros_like(q, dtype=logs.dtype), logs.new_full(q.shape[:3], -torch.inf)
+            out, sums = (
+                torch.zeros_like(q, dtype=logs.dtype),
+                logs.new_full(q.shape[:3], -torch.inf),
+            )
             group_bias = _bias_of(bias, group, block)
             for part in _parts(*_of_group(group, second, random)):
                 queries = part.rows(q)
-                some, more = _attend(queries, part.keys(k), part.keys(v), part.bias(group_bias, queries))
+                some, more = _attend(
+                    queries, part.keys(k), part.keys(v), part.bias(group_bias, queries)
+                )
                 _merge(part.rows(out), part.rows(sums), some, more)
             context[group].copy_(out.view(context[group].shape))
             logs[group].copy_(sums.view(logs[group].shape))
@@ -138,14 +162,18 @@ class _Sparse(torch.autograd.Function):
         grads = [like_projection(query) for _ in range(3)]
         samples, heads = query.shape[:2]
         for group in head_groups(samples, heads, _at_once(query, ctx.block)):
-            g, q, k, v, out = (_blocked(x[group], ctx.block) for x in (grad, query, key, value, context))
+            g, q, k, v, out = (
+                _blocked(x[group], ctx.block) for x in (grad, query, key, value, context)
+            )
             sums = logs[group].flatten(0, 1).unflatten(1, (-1, ctx.block))
             totals = [torch.zeros_like(q, dtype=logs.dtype) for _ in range(3)]
             group_bias = _bias_of(bias, group, ctx.block)
             for part in _parts(*_of_group(group, second, random)):
                 g_rows, q_rows, out_rows, sums_rows = (part.rows(x) for x in (g, q, out, sums))
                 saved = (out_rows, sums_rows, part.bias(group_bias, q_rows))
-                q_grad, *others = _attend_backward(g_rows, q_rows, part.keys(k), part.keys(v), *saved)
+                q_grad, *others = _attend_backward(
+                    g_rows, q_rows, part.keys(k), part.keys(v), *saved
+                )
                 part.rows(totals[0]).add_(q_grad)
                 for total, each in zip(totals[1:], others, strict=True):
                     part.add(total, each)
@@ -181,11 +209,15 @@ def _of_group(group: tuple[slice, slice], *of_heads: Tensor) -> Iterator[Tensor]
 def _merge(out: Tensor, logs: Tensor, more: Tensor, more_logs: Tensor) -> None:
     """Merges another part of the same queries, (P, R, Q, hs) and (P, R, Q), into `out` and `logs`."""
     merged = torch.logaddexp(logs, more_logs)
-    out.mul_((logs - merged).exp_().unsqueeze(-1)).add_(more.to(out.dtype) * (more_logs - merged).exp_().unsqueeze(-1))
+    out.mul_((logs - merged).exp_().unsqueeze(-1)).add_(
+        more.to(out.dtype) * (more_logs - merged).exp_().unsqueeze(-1)
+    )
     logs.copy_(merged)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """(P, R, Q, hs), twice (P, R, K, hs), (P, R, Q, K) -> outputs (P, R, Q, hs), and logarithms of sums of exponentials
     (P, R, Q)."""
     if query.device.type != "cpu":
@@ -195,12 +227,22 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> t
 
 
 def _attend_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, outputs: Tensor, logs: Tensor, bias: Tensor | None
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    outputs: Tensor,
+    logs: Tensor,
+    bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value. `outputs` and `logs` are over all parts."""
-    if query.device.type != "cpu" or query.dtype.itemsize == 2:  # torch's kernel takes 1.5 times as long in bf16
+    if (
+        query.device.type != "cpu" or query.dtype.itemsize == 2
+    ):  # torch's kernel takes 1.5 times as long in bf16
         return _plain_backward(grad, query, key, value, outputs, logs, bias)
-    q_grad, k_grad, v_grad = _flash_backward(grad, query, key, value, outputs, logs, 0.0, False, attn_mask=bias)
+    q_grad, k_grad, v_grad = _flash_backward(
+        grad, query, key, value, outputs, logs, 0.0, False, attn_mask=bias
+    )
     return q_grad, k_grad, v_grad
 
 
@@ -212,7 +254,13 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tu
 
 
 def _plain_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, outputs: Tensor, logs: Tensor, bias: Tensor | None
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    outputs: Tensor,
+    logs: Tensor,
+    bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_attend_backward` on any device."""
     weights = (_scores(query, key, bias) - logs.unsqueeze(-1)).exp_()

@@ -41,9 +41,13 @@ class SparseAttention(theirs.BigBirdAttention):
         """(B, S, H) -> (B, S, H), and no attention weights."""
         heads = (self.self.num_attention_heads, -1)
         projections = (self.self.query, self.self.key, self.self.value)
-        query, key, value = (layer(hidden_states).unflatten(2, heads).transpose(1, 2) for layer in projections)
+        query, key, value = (
+            layer(hidden_states).unflatten(2, heads).transpose(1, 2) for layer in projections
+        )
         attend = self._full if runs_full(self, hidden_states.shape[1]) else self._sparse
-        context = attend(query, key, value, to_mask).transpose(1, 2).reshape(hidden_states.shape)  # (B, nh, S, hs)
+        context = (
+            attend(query, key, value, to_mask).transpose(1, 2).reshape(hidden_states.shape)
+        )  # (B, nh, S, hs)
         return self.output(context, hidden_states), None
 
     def _sparse(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
@@ -75,7 +79,9 @@ def _bias(visible: Tensor | None, like: Tensor, hidden: float) -> Tensor | None:
     """The bias of each key's scores, (B, S), in the dtype of the queries."""
     if visible is None:
         return None
-    return torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill_(~visible, hidden)
+    return torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill_(
+        ~visible, hidden
+    )
 
 
 class BigBirdModel(theirs.BigBirdModel):
@@ -103,7 +109,9 @@ class BigBirdModel(theirs.BigBirdModel):
             raise UserError("the fast BigBird attention computes no attention weights: leave output_attentions "
                             "out, or load the model with --attn_implementation eager")  # fmt: skip
         if attention_mask is not None and attention_mask.dim() != 2:
-            raise UserError(f"attention_mask has shape {tuple(attention_mask.shape)}: BigBird takes (samples, tokens)")
+            raise UserError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}: BigBird takes (samples, tokens)"
+            )
         if (input_ids is None) == (inputs_embeds is None):
             raise UserError("BigBird takes either input_ids or inputs_embeds")
         # not on a GPU, where the check synchronises
@@ -112,16 +120,24 @@ class BigBirdModel(theirs.BigBirdModel):
         embedded = {"input_ids": input_ids, "token_type_ids": token_type_ids, "position_ids": position_ids,
                     "inputs_embeds": inputs_embeds}  # fmt: skip
         outputs = self._encode(embedded, _visible(attention_mask), **options)
-        if isinstance(outputs, Output) and (states := outputs.hidden_states):  # without the padding to blocks, too
+        if isinstance(outputs, Output) and (
+            states := outputs.hidden_states
+        ):  # without the padding to blocks, too
             length = outputs.last_hidden_state.shape[1]
-            outputs.hidden_states = tuple(each if each is None else each[:, :length] for each in states)
+            outputs.hidden_states = tuple(
+                each if each is None else each[:, :length] for each in states
+            )
         return outputs
 
     @merge_with_config_defaults
     @capture_outputs
-    def _encode(self, embedded: dict[str, Tensor | None], visible: Tensor | None, **options: Any) -> Output:
+    def _encode(
+        self, embedded: dict[str, Tensor | None], visible: Tensor | None, **options: Any
+    ) -> Output:
         ids, embeds = embedded["input_ids"], embedded["inputs_embeds"]
-        tokens = cast(Tensor, embeds)[..., 0] if ids is None else ids  # (B, S); positions may be (1, S)
+        tokens = (
+            cast(Tensor, embeds)[..., 0] if ids is None else ids
+        )  # (B, S); positions may be (1, S)
         length = tokens.shape[1]
         if not runs_full(self, length):
             visible, embedded = self._padded(tokens, visible, embedded)
@@ -135,7 +151,10 @@ class BigBirdModel(theirs.BigBirdModel):
         """Pads the mask and the inputs to a multiple of the block, as transformers does."""
         length, block = tokens.shape[1], self.config.block_size
         missing = -length % block
-        if embedded["position_ids"] is None and length + missing > self.config.max_position_embeddings:
+        if (
+            embedded["position_ids"] is None
+            and length + missing > self.config.max_position_embeddings
+        ):
             raise UserError(
                 f"{length} tokens, padded to blocks of {block}, do not fit the {self.config.max_position_embeddings} "
                 f"positions of this BigBird: pass --max_length {self.config.max_position_embeddings // block * block}"

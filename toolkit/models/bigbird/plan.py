@@ -43,16 +43,23 @@ def random_blocks(pattern: Pattern) -> np.ndarray:
     In evaluation all are block 0, as in transformers. Raises ValueError for more blocks than it can draw.
     """
     seed, heads, block, random, longest, length, training = pattern
-    config = BigBirdConfig(hidden_size=heads, num_attention_heads=heads, block_size=block, num_random_blocks=random)
+    config = BigBirdConfig(
+        hidden_size=heads, num_attention_heads=heads, block_size=block, num_random_blocks=random
+    )
     with torch.device("meta"):  # without weights, whose initialization would draw random numbers
         layer = BigBirdBlockSparseAttention(config).train(training)
     before = np.random.get_state()
     np.random.seed(seed)
     try:
-        if length in PAPER_LENGTHS:  # by the paper's rule, for the longest text, not the batch's length
+        if (
+            length in PAPER_LENGTHS
+        ):  # by the paper's rule, for the longest text, not the batch's length
             paper = require(layer, "_bigbird_block_rand_mask", "transformers")
             rows = length // block - 2
-            draws = [paper(longest, longest, block, block, random, _RANDOM_RANGE)[:rows] for _ in range(heads)]
+            draws = [
+                paper(longest, longest, block, block, random, _RANDOM_RANGE)[:rows]
+                for _ in range(heads)
+            ]
         else:
             plan = require(layer, "_get_rand_attn_plan", "transformers")(length, block, random)
             of_heads = require(layer, "_bigbird_block_rand_mask_with_head", "transformers")
@@ -75,7 +82,9 @@ def tables(pattern: Pattern, device: torch.device | str = "cpu") -> dict[str, Te
     `second` (nh, 2, 4 + r) is for query blocks 1 and n - 2, `middle` (nh, n - 4, 5 + r) for those between.
     """
     blocks_of = cached_tables(pattern, device)
-    if type(blocks_of["middle"]) is not Tensor:  # without data (FakeTensorMode, which estimates memory): for this call
+    if (
+        type(blocks_of["middle"]) is not Tensor
+    ):  # without data (FakeTensorMode, which estimates memory): for this call
         cached_tables.cache_clear()
     return blocks_of
 
@@ -94,7 +103,9 @@ def cached_tables(pattern: Pattern, device: torch.device | str) -> dict[str, Ten
     # inference tensors would fail in training
     with torch.inference_mode(False):
         arrays = {
-            name: np.concatenate([np.broadcast_to(part, (pattern.heads, *part.shape)), random[name]], axis=-1)
+            name: np.concatenate(
+                [np.broadcast_to(part, (pattern.heads, *part.shape)), random[name]], axis=-1
+            )
             for name, part in fixed.items()
         }
         return {name: torch.tensor(table).to(device) for name, table in arrays.items()}
