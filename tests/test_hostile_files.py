@@ -18,7 +18,7 @@ from toolkit.data.labels import Labels
 from toolkit.data.read import read_file, read_hub
 from toolkit.features.sweep.command import Sweep
 from toolkit.models.classifier import load_saved_classifier
-from toolkit.models.exported import ExportedClassifier
+from toolkit.features.export.runtimes import ExportedClassifier
 
 LABELS = Labels("single_label_classification", ("neg", "pos"), ("label",))
 

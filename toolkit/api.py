@@ -13,7 +13,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from toolkit import launch
-from toolkit.config import PretrainedSettings, TaskSettings, build, tasks
+from toolkit.config import PretrainedSettings, build, tasks
 from toolkit.data.prepare import Prepared, add_collator, prepare_data
 from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UserError, did_you_mean
@@ -21,6 +21,7 @@ from toolkit.evaluation.saved_model import COLUMNS, SavedModel, empty_text_warni
 from toolkit.pretrained import load_config
 from toolkit.training.checks import TOKENS, refuse_early_prepare
 from toolkit.training.resume import precision_of
+from toolkit.utils.features import features
 
 
 def settings(task: str = "cls", **values: Any) -> Any:
@@ -126,9 +127,8 @@ def load_data(
     accelerator: Accelerator,
     model: PretrainedSettings | None = None,
 ) -> tuple[Any, Prepared]:
-    """(tokenizer, data): reads and tokenizes the files once per machine, and computes the outputs
-    of a `--teacher`; all processes call this. `model`: the settings of the tokenizer's model, by
-    default `settings.model`."""
+    """(tokenizer, data): reads and tokenizes the files once per machine; all processes call this.
+    `model`: the settings of the tokenizer's model, by default `settings.model`."""
     count = accelerator.num_processes
     world = int(os.environ.get("WORLD_SIZE") or 1)
     if count != world:
@@ -137,10 +137,8 @@ def load_data(
     model = model or settings.model
     tokenizer = load_tokenizer(model)
     data = prepare_data(settings, tokenizer, load_config(model), accelerator)
-    if isinstance(settings, TaskSettings) and settings.distillation.teacher:
-        from toolkit.evaluation.teacher import add_teacher_logits  # imports the models
-
-        data = add_teacher_logits(accelerator, settings, data, tokenizer)  # in padded batches
+    for feature in features():
+        data = feature.data(settings, data, tokenizer, accelerator)
     data = add_collator(settings, data)
     tokenizer.model_max_length = data.max_length  # saved with the model, to truncate texts as here
     tokenizer.init_kwargs[COLUMNS] = _training_columns(settings, data)  # saved, too

@@ -147,6 +147,23 @@ class Feature:
         None for other models; `config` is transformers'. The first feature that returns one is
         used."""
 
+    def data(self, settings: Any, data: Any, tokenizer: Any, accelerator: Any) -> Any:
+        """The data of a run (`toolkit.data.prepare.Prepared`), changed or not: another collator,
+        further columns. Raises UserError for settings that do not fit the data."""
+        return data
+
+    def load_model(self, model: str, config: Any) -> Any:
+        """Loads a saved classifier of another kind than transformers', or None for other models;
+        `config` is transformers'. The first feature that returns one is used."""
+
+    def objective(self, settings: Any, objective: Any, data: Any) -> Any:
+        """The objective (`toolkit.objective.Objective`) of a run, changed or not."""
+        return objective
+
+    def model(self, run: Any, model: Any) -> None:
+        """Adapts a model before it is copied or sharded. Raises UserError for one that does not fit
+        the settings."""
+
     def add_options(self, command: str, parser: argparse.ArgumentParser) -> None:
         """Adds options to an extensible core command (`report`)."""
 
