@@ -19,7 +19,8 @@ from toolkit.config import flat
 from toolkit.data import balance, tokens
 from toolkit.data.labels import Labels
 from toolkit.data.read import read_tables
-from toolkit.data.table import Rows, Table, Targets
+from toolkit.data.table import Rows, Table
+from toolkit.data.targets import Targets, targets_of
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.utils.cache import cached_folder, digest_of_text
@@ -95,9 +96,7 @@ def prepare_data(
         _require_equal_settings(several, settings)
     if data.preprocessing_num_workers:  # the tokenizer reads it at its first call
         os.environ["RAYON_NUM_THREADS"] = str(data.preprocessing_num_workers)
-    targets_class: type[Targets] = (
-        first(targets(settings) for targets in hooks("targets", settings)) or Labels
-    )
+    targets_class = targets_of(settings)
     targets_class.check(settings, tokenizer)
     tokens.refuse_foreign_tokenizer(tokenizer, model_config)
     tables = read_tables(data, targets_class.column_setting is not None)
@@ -212,7 +211,7 @@ def add_collator(settings: Any, data: Prepared) -> Prepared:
     """Sets the collator of a feature for these settings (`Feature.collator`) in every split."""
     collator = first(collator(settings) for collator in hooks("collator", settings))
     if collator is None:
-        return data
+        collator = type(data.targets).collator(settings)
     splits: Any = {name: replace(split, collator=collator) for name, split in data.splits.items()}
     return replace(data, **splits)
 

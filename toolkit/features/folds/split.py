@@ -19,7 +19,8 @@ from toolkit import launch
 from toolkit.config import flat
 from toolkit.data.labels import MULTI, Labels
 from toolkit.data.prepare import data_seed, limit_rows
-from toolkit.data.table import Rows, Targets
+from toolkit.data.table import Rows
+from toolkit.data.targets import Targets
 from toolkit.data.tokens import join_pair
 from toolkit.errors import UserError, did_you_mean, listing
 from toolkit.evaluation.saved_model import training_run
