@@ -97,7 +97,7 @@ def make_best(
     them is raised now and not after an epoch. A collective. Raises UserError for a `--metric_for_best_model` that is
     not among the metrics."""
     problem_type = data.facts["problem_type"]
-    metric = settings.metric_for_best_model or data.targets.metric
+    metric = settings.metric_for_best_model or data.targets.usual_metric
     best = Best(metric, problem_type, settings.early_stopping_patience, settings.greater_is_better)
     numbers: Any = {}
     if accelerator.is_main_process:
