@@ -14,14 +14,13 @@ from accelerate import Accelerator
 
 from toolkit import launch
 from toolkit.config import PretrainedSettings, build, tasks
-from toolkit.data.prepare import Prepared, add_collator, prepare_data
+from toolkit.data.prepare import Prepared, finish_data, prepare_data
 from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UserError, did_you_mean
 from toolkit.evaluation.saved_model import COLUMNS, SavedModel, empty_text_warning, training_run
 from toolkit.pretrained import load_config
 from toolkit.training.checks import TOKENS, refuse_early_prepare
 from toolkit.training.resume import precision_of
-from toolkit.utils.features import features
 
 
 def settings(task: str = "cls", **values: Any) -> Any:
@@ -137,9 +136,7 @@ def load_data(
     model = model or settings.model
     tokenizer = load_tokenizer(model)
     data = prepare_data(settings, tokenizer, load_config(model), accelerator)
-    for feature in features():
-        data = feature.data(settings, data, tokenizer, accelerator)
-    data = add_collator(settings, data)
+    data = finish_data(settings, data, tokenizer, accelerator)
     tokenizer.model_max_length = data.max_length  # saved with the model, to truncate texts as here
     tokenizer.init_kwargs[COLUMNS] = _training_columns(settings, data)  # saved, too
     setattr(tokenizer, TOKENS, len(tokenizer))

@@ -25,7 +25,7 @@ from toolkit.evaluation.outputs import (
     predict,
 )
 from toolkit.objective.losses import Losses
-from toolkit.utils.features import features, first
+from toolkit.utils.features import features
 
 DECISIONS = "decisions.json"
 """The file of a model folder with its thresholds and temperature, which belong to the weights of
@@ -81,8 +81,11 @@ class ClassAnswers(Answers):
 
         name = str(settings.model_name_or_path)
         config = load_config(settings)
-        loaded = first(feature.load_model(name, config) for feature in features())
-        return load_saved_classifier(settings) if loaded is None else loaded
+        for feature in features():
+            model = feature.load_model(name, config)
+            if model is not None:
+                return model
+        return load_saved_classifier(settings)
 
     def outputs(self, accelerator: Any, model: Any, split: Any, tokenizer: Any, *sizes: Any) -> Any:
         return predict(accelerator, model, split, tokenizer, *sizes)
@@ -200,5 +203,8 @@ def labels_of(config: Any) -> Labels:
 
 def answers_for(name: str, config: Any) -> Any:
     """The `Answers` of a saved model: a feature's, or else a classifier's."""
-    answers = first(feature.answers(name, config) for feature in features())
-    return answers or ClassAnswers(labels_of(config))
+    for feature in features():
+        answers = feature.answers(name, config)
+        if answers is not None:
+            return answers
+    return ClassAnswers(labels_of(config))

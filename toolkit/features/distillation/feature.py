@@ -37,7 +37,7 @@ class DistillationSettings:
 class DistillationFeature(Feature):
     """A column of the teacher's logits, and a term of the objective that reads it."""
 
-    def sections(self, settings_class: type) -> Mapping[str, type]:
+    def settings(self, settings_class: type) -> Mapping[str, type]:
         if not issubclass(settings_class, TaskSettings):
             return {}
         return {"distillation": DistillationSettings}
