@@ -74,7 +74,7 @@ def one(trains: bool, length: int, texts: int, size: int) -> tuple[float, float]
     from transformers import AutoModelForSequenceClassification
 
     from toolkit.demo import model_path
-    from toolkit.models.attention import install
+    from toolkit.features.cpu_attention.kernel import install
     from toolkit.training.dropout import install_fast_dropout
     from toolkit.utils import memory
 

@@ -17,9 +17,9 @@ from transformers import (
 
 from tests.faults import refusal
 from toolkit.models import bigbird
-from toolkit.models.head_groups import head_groups
 from toolkit.models.bigbird import gathered, plan
 from toolkit.models.bigbird.plan import Pattern
+from toolkit.models.head_groups import head_groups
 from toolkit.training.steps import _explanation
 
 SMALL: dict[str, Any] = {

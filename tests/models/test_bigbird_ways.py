@@ -180,7 +180,9 @@ def test_a_mask_is_built_once_for_each_pattern(monkeypatch: pytest.MonkeyPatch) 
     # in evaluation all layers read the same blocks
     assert len(made) == len(set(made)) == draw.call_count == 3 * 53 + 53
     # beyond the limit of bytes the oldest are dropped
-    monkeypatch.setattr(ways, "_MAX_MASK_BYTES", sum(mask.size for mask in ways._masks.values()) // 2)
+    monkeypatch.setattr(
+        ways, "_MAX_MASK_BYTES", sum(mask.size for mask in ways._masks.values()) // 2
+    )
     ways.mask_of(made[0]._replace(seed=99), torch.device("cpu"), torch.float32)
     assert 1 < len(ways._masks) < len(made)
     assert next(reversed(ways._masks))[0].seed == 99
