@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from filelock import FileLock
 from safetensors.torch import load_file
 from transformers import BertConfig, BertForSequenceClassification, BertModel
@@ -26,7 +27,7 @@ from tests.runs import begin, lines_of, losses_of, start, wait_for_steps
 from toolkit.checkpoint.model_folder import merge_lora
 from toolkit.config import ModelSettings
 from toolkit.data.labels import Labels
-from toolkit.features.padding_free import packed as packing
+from toolkit.features.padding_free import attention as packing
 from toolkit.features.padding_free.attention import Packed
 from toolkit.models.bigbird import attention as ways
 from toolkit.models.classifier import load_classifier
