@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -30,7 +31,6 @@ from toolkit.features.padding_free.attention import Packed, attend
 from toolkit.features.padding_free.collator import PackedCollator, round_up
 from toolkit.features.padding_free.feature import FEATURE
 from toolkit.models.classifier import load_classifier
-from toolkit.utils.features import hooks
 
 FAMILIES = (
     "BERT",
@@ -209,7 +209,7 @@ def test_varlen_attn_is_used_in_half_precision_without_dropout(
 ) -> None:
     kernel = Mock(wraps=varlen.varlen_attn)
     monkeypatch.setattr(module, "varlen_attn", kernel)
-    layer = Mock(is_causal=False)
+    layer = torch.nn.Identity()
 
     def shape(query: torch.Tensor, key: torch.Tensor, **options: Any) -> tuple[int, ...]:
         words = {"attention_mask": None, "packed": packed, **options}
@@ -271,13 +271,21 @@ def test_other_heads_and_attentions_are_refused(load: Models, accelerator: Any) 
 
 def test_settings() -> None:
     settings = {"model_name_or_path": "m", "train_file": "t.csv", "padding_free": True}
-    collator = FEATURE.collator(build(TaskSettings, {**settings, "max_tokens_per_batch": 300}))
+    data: Any = SimpleNamespace(with_collator=lambda collator: collator)
+    limited = build(TaskSettings, {**settings, "max_tokens_per_batch": 300})
+    collator = FEATURE.data(limited, data, None, None)
     assert (collator.func, collator.keywords) == (PackedCollator, {"max_tokens": 300})
-    for on in (True, False):
-        called = hooks("collator", build(TaskSettings, {**settings, "padding_free": on}))
-        assert (FEATURE.collator in called) == on
+    off = build(TaskSettings, {**settings, "padding_free": False})
+    assert FEATURE.data(off, data, None, None) is data
     auto = build(TaskSettings, {**settings, "per_device_batch_size": "auto"})
-    refusal(FEATURE.collator, auto, says=["--per_device_batch_size auto", "--padding_free"])
+    refusal(
+        FEATURE.data,
+        auto,
+        data,
+        None,
+        None,
+        says=["--per_device_batch_size auto", "--padding_free"],
+    )
 
 
 def test_tokens_without_padding() -> None:

@@ -21,9 +21,7 @@ class BaselineSettings:
 
 
 class BaselinesFeature(Feature):
-    files = ("baselines.json",)
-
-    def sections(self, settings_class: type) -> Mapping[str, type]:
+    def settings(self, settings_class: type) -> Mapping[str, type]:
         if has_section(settings_class, TrainingSettings):
             return {"baselines": BaselineSettings}
         return {}
@@ -31,8 +29,11 @@ class BaselinesFeature(Feature):
     def results(
         self, folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any
     ) -> Sequence[str]:
-        (folder / self.files[0]).unlink(missing_ok=True)  # from before the settings changed
-        if not section_in(settings, BaselineSettings).baselines or not evaluation.outputs:
+        if not section_in(settings, BaselineSettings).baselines:
+            # from before the settings changed
+            (folder / "baselines.json").unlink(missing_ok=True)
+            return ()
+        if not evaluation.outputs:
             return ()
         from toolkit.features.baselines.baselines import write_baselines
 
