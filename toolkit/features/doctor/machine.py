@@ -34,11 +34,11 @@ def check_gpus() -> Iterator[Finding]:
     """The driver answers, torch can be imported and was built for it, and each GPU computes."""
     drivers = list[str]()
     try:
-        smi = subprocess.run(_NVIDIA_SMI, capture_output=True, text=True, check=False)
+        smi = _run_nvidia_smi()
     except FileNotFoundError:
         pass  # no NVIDIA GPU
     else:
-        output = printable(first_line_of(smi.stdout or smi.stderr))
+        output = printable((smi.stdout or smi.stderr).strip().partition("\n")[0])
         if smi.returncode:
             remedy = "`sudo dmesg | grep -iE 'nvrm|xid'` shows why; sudo reboot"
             yield Finding("driver", "fail", f"nvidia-smi fails: {output}", remedy)
@@ -48,8 +48,10 @@ def check_gpus() -> Iterator[Finding]:
     yield from _check_torch(len(drivers))
 
 
-def first_line_of(text: str) -> str:
-    return text.strip().partition("\n")[0]
+def _run_nvidia_smi() -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        _NVIDIA_SMI, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
 
 
 def _check_torch(num_gpus: int) -> Iterator[Finding]:
