@@ -167,7 +167,9 @@ def test_when_a_job_is_requeued(how: str, name: str, tmp_path: Path) -> None:
     assert ("20 requeues" in error) == (restarts == 20)
 
 
-@pytest.mark.parametrize(("nodes", "peers"), [("1", ""), ("2", " --peers gpu03,gpu04")])
+@pytest.mark.parametrize(
+    ("nodes", "peers"), [("1", ""), ("2", " --num_machines 2 --main_process_ip gpu03")]
+)
 def test_doctor_of_any_number_of_nodes(nodes: str, peers: str, tmp_path: Path) -> None:
     process = start_batch(
         "slurm-srun.sbatch", "finishes", tmp_path, DOCTOR="yes", SLURM_JOB_NUM_NODES=nodes
