@@ -9,26 +9,20 @@ from typing import Any
 __version__ = "0.1.0"
 
 _OFFERED = {
-    "api": ("convert", "evaluate", "load_data", "predict", "settings", "start_accelerator",
-            "wait_for_all"),
-    "data.prepare": ("prepare_data",),
-    "data.tokens": ("Split", "load_tokenizer"),
-    "evaluation": ("Evaluation", "Outputs", "classification_evaluation", "classification_metrics",
-                   "evaluate_classifier", "evaluation_batches"),
+    "api": ("convert", "evaluate", "predict", "settings", "wait_for_all"),
+    "data.tokens": ("Split",),
+    "evaluation": ("Evaluation", "Outputs", "classification_metrics"),
     "launch": ("make_accelerator",),
     "models.classifier": ("load_classifier",),
     "models.to_bigbird": ("long_model",),
     "objective": ("make_objective",),
     "objective.losses": ("Objective", "sample_losses", "token_losses"),
-    "pretrained": ("load_config", "whole_weights"),
+    "pretrained": ("whole_weights",),
     "run": ("Run",),
-    "training.optimizer": ("custom_scheduler", "make_optimizer", "make_scheduler",
-                           "parameter_groups"),
-    "training.prepare": ("align_strategy", "prepare"),
-    "training.resume": ("precision_of",),
-    "training.steps": ("Steps",),
+    "training.optimizer": ("make_optimizer", "parameter_groups"),
+    "training.steps": ("Step",),
     "utils.modules": ("unwrapped",),
-}  # fmt: skip
+}
 """Module -> the names that `import toolkit` offers from it."""
 _MODULES = {name: module for module, names in _OFFERED.items() for name in names}
 
