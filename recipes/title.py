@@ -30,7 +30,14 @@ def main() -> None:
     # with positions for all tokens
     pretrained = toolkit.long_model(settings.model, settings.data.max_length, accelerator)
     run.load_data(pretrained)  # files -> texts and titles -> tokens, once per machine
-    model = titles.load_title_model(settings, pretrained, run.tokenizer)
+    model = titles.load_title_model(
+        settings.model,
+        pretrained,
+        settings.generation,
+        run.tokenizer,
+        settings.data.max_target_length,
+        training.seed,
+    )
     optimizer = toolkit.make_optimizer(model, training)
     model, optimizer, scheduler = run.prepare(model, optimizer)  # copied or sharded
     # (B, T, V), (B, T) -> (B,): sums over each title's tokens

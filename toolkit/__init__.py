@@ -3,8 +3,9 @@
 `import toolkit` offers what a recipe, a script or a notebook needs (docs/api.md), and imports each
 name on first use."""
 
-import importlib
 from typing import Any
+
+from toolkit.utils.lazy import offered
 
 __version__ = "0.1.0"
 
@@ -24,14 +25,12 @@ _OFFERED = {
     "utils.modules": ("unwrapped",),
 }
 """Module -> the names that `import toolkit` offers from it."""
-_MODULES = {name: module for module, names in _OFFERED.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'toolkit' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"toolkit.{_MODULES[name]}"), name)
+    return offered(__name__, _OFFERED, name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*_MODULES, *globals()])
+    names = [name for names in _OFFERED.values() for name in names]
+    return sorted([*names, *globals()])

@@ -9,7 +9,7 @@ from toolkit.config import LongTextSettings, section_in
 from toolkit.evaluation import Evaluation
 from toolkit.training.optimizer import unwrapped_optimizer
 from toolkit.training.resume import Resumed
-from toolkit.utils.features import hooks, write_results
+from toolkit.utils.features import features
 from toolkit.utils.modules import unwrapped
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def config_facts(run: Run, resumed: Resumed | None) -> tuple[dict[str, Any], dic
         "notes": data.notes,
         **asdict(run.schedule),
         "metric_for_best_model": run.best.metric,
+        "pipeline_tag": data.targets.pipeline_tag,
     }
     sections = {
         "identity": run.facts["identity"],
@@ -53,14 +54,13 @@ class Results:
         """Writes the files of features and the pages, and prints the results with any
         --log_level."""
         path, settings = run.folder.path, run.settings
-        files = write_results(path, settings, run.data, self.evaluation, run.answers)
+        facts = (path, settings, run.data, self.evaluation, run.answers)
+        files = [line for feature in features() for line in feature.results(*facts)]
         if not run.accelerator.is_main_process:
             return
         run.summary.write_pages(run.best.step)
         lines = [*run.answers.describe(self.evaluation), *files]
         end = run.summary.end_lines(self.evaluation, self.truncated, seconds, lines)
-        for finished in hooks("finished", settings):
-            end += finished(path, settings)
         print("\n".join(end), flush=True)
 
 

@@ -17,7 +17,7 @@ from toolkit import launch
 from toolkit.checkpoint.model_folder import load_weights, save_model
 from toolkit.config import PretrainedSettings, TaskSettings, flat, settings_of_features, tasks
 from toolkit.data.batches import collator_of
-from toolkit.data.prepare import Prepared, add_collator, prepare_data
+from toolkit.data.prepare import Prepared, finish_data, prepare_data
 from toolkit.data.tokens import Split, load_tokenizer
 from toolkit.errors import UserError, first_line
 from toolkit.evaluation import Best, Evaluation, Outputs
@@ -42,7 +42,7 @@ from toolkit.training.run_folder import RunFolder, open_run_folder
 from toolkit.training.schedule import Schedule, make_schedule
 from toolkit.training.steps import Step, Steps
 from toolkit.training.verified import script_digest, verification_note
-from toolkit.utils.features import features, hooks
+from toolkit.utils.features import features
 from toolkit.utils.files import explain_write_errors
 from toolkit.utils.versions import versions
 
@@ -94,7 +94,7 @@ class Run:
             from toolkit.evaluation.teacher import add_teacher_logits  # imports the models
 
             data = add_teacher_logits(accelerator, settings, data, self.tokenizer)
-        self.data = add_collator(settings, data)
+        self.data = finish_data(settings, data, self.tokenizer, accelerator)
         # saved with the model: to truncate texts, and to find their columns, as here
         self.tokenizer.model_max_length = data.max_length
         self.tokenizer.init_kwargs[COLUMNS] = _training_columns(settings, data)
@@ -116,11 +116,11 @@ class Run:
         excludes."""
         accelerator, data = self.accelerator, self.data
         check_tokenizer(self.tokenizer)
-        for run_settings in hooks("run_settings", self.settings):
-            self.settings = run_settings(self.settings, data, accelerator)
         self._open_folder()
         collate = collator_of(data.train, self.tokenizer, accelerator.device)
         collate.prepare_model(accelerator, model)
+        for feature in features():
+            feature.model(self, model)
         training = self.settings.training
         longest = int(data.train.lengths.max())
         training = training.limit_tokens(accelerator.device.type, longest)
@@ -159,7 +159,7 @@ class Run:
             "script": script_digest(),
         }
         self.best = Best(
-            training.metric_for_best_model,
+            training.metric_for_best_model or data.targets.metric,
             data.facts["problem_type"],
             training.early_stopping_patience,
             training.greater_is_better,
@@ -241,8 +241,7 @@ class Run:
     def _try_evaluation(self, evaluate: Evaluate) -> None:
         """Raises what `evaluate` raises, and UserError if it lacks `--metric_for_best_model`."""
         self._is_trial = True
-        with self._steps.checks.evaluation():
-            evaluation = evaluate(self.data.validation)
+        evaluation = evaluate(self.data.validation)
         self._is_trial = False
         self.best.check(evaluation.numbers)
 
@@ -279,8 +278,7 @@ class Run:
 
     def _evaluate_weights(self, evaluate: Evaluate, step: int) -> bool:
         try:
-            with self._steps.checks.evaluation():
-                evaluation = evaluate(self.data.validation)
+            evaluation = evaluate(self.data.validation)
         except StopRequested as stop:
             self._steps.stop_signal = stop.number
             return False
@@ -288,9 +286,7 @@ class Run:
         if is_best:
             folder, dtype = self.folder.model, self.settings.training.save_dtype
             with explain_write_errors(folder):
-                save_model(
-                    self.accelerator, self._steps.model, self.tokenizer, folder, step, dtype
-                )
+                save_model(self.accelerator, self._steps.model, self.tokenizer, folder, step, dtype)
         self._last = step, evaluation
         self._log.log_evaluation(evaluation, step, is_best)
         return True
@@ -305,9 +301,7 @@ class Run:
         where = f"checkpoint in {self.folder.path / 'checkpoints' / 'last'}"
         line = f"stopped by {name} after step {done} of {self.schedule.total_steps}, {where}"
         # shown with --log_level warning, too
-        launch.log_on_main(
-            self.accelerator, f"{line}; to continue: {command}", logging.WARNING
-        )
+        launch.log_on_main(self.accelerator, f"{line}; to continue: {command}", logging.WARNING)
         try:
             self.files.mark_stopped(signal=name, step=done, command=command)
             if self.accelerator.is_main_process:

@@ -238,6 +238,10 @@ class Targets:
     """Common names of that column."""
     split_class: ClassVar[type[Split]] = Split
     """The class that a prepared split is loaded as."""
+    pipeline_tag: ClassVar[str] = "text-classification"
+    """The task of the model card, as the hub and `transformers` name it."""
+    metric: ClassVar[str | None] = None
+    """The usual `--metric_for_best_model`; None: that of the problem type."""
 
     @classmethod
     def check(cls, settings: Any, tokenizer: Any) -> None:
@@ -247,6 +251,17 @@ class Targets:
     def data_facts(cls, settings: Any) -> dict[str, Any]:
         """The settings that prepared data depend on. JSON."""
         raise NotImplementedError
+
+    @classmethod
+    def collator(cls, settings: Any) -> Any:
+        """The subclass of `toolkit.data.batches.Collator` (or a callable like it) for training and
+        evaluation; None: that of the split, or padded batches."""
+        return None
+
+    @classmethod
+    def next_command(cls, settings: Any, folder: Path) -> str | None:
+        """What to do with the model of a run that has ended: the command printed below `next:`."""
+        return None
 
     @classmethod
     def text_columns(cls, settings: Any, table: Table, text_column: str) -> dict[str, str]:

@@ -8,7 +8,6 @@ from typing import Any
 
 from toolkit.errors import UserError, did_you_mean, listing
 from toolkit.evaluation.outputs import Evaluation
-from toolkit.utils.features import features
 
 _USUAL = {
     "single_label_classification": "f1_macro",
@@ -31,10 +30,7 @@ class Best:
         """`patience`: training stops after this many evaluations without improvement."""
         self.patience = patience or math.inf
         if not metric:
-            defaults = [_USUAL, *(feature.usual_metrics for feature in features())]
-            metric = next(
-                (known[problem_type] for known in defaults if problem_type in known), "loss"
-            )
+            metric = _USUAL.get(problem_type, "loss")
         self.metric = metric.removeprefix("eval_")
         if greater_is_better is None:
             greater_is_better = not self.metric.endswith(_LOWER_IS_BETTER)

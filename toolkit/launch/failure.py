@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import logging
 import os
@@ -47,26 +46,6 @@ def set_exit_signal(number: int) -> None:
     exit_state.exit_code = 128 + number
 
 
-def request_rerun() -> None:
-    """Makes `run` call `main` again when it returns, in the same processes: for the next of several
-    models."""
-    exit_state.rerun = True
-
-
-def start(name: str) -> None:
-    """Call it first in a script, with its `__name__`: before the heavy imports it checks their
-    versions and becomes the launcher for `--config_file`; `run` does so after them."""
-    if name == "__main__":
-        collector.before_imports()
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            # an import may swallow KeyboardInterrupt, and leave a half-initialised library behind
-            signal.signal(signal.SIGINT, _exit_on_interrupt)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        _exit_on_failure(check_requirements)
-        if any(re.match("--config[_-]file", word) for word in sys.argv):
-            _exit_on_failure(lambda: _launch_if_requested(None))
-
-
 def run(main: Callable[[], None], module: str | None = None, relaunches: bool = True) -> None:
     """Runs a recipe's `main`: honours `--config_file` after the script, reports failures once.
 
@@ -75,12 +54,12 @@ def run(main: Callable[[], None], module: str | None = None, relaunches: bool = 
     """
 
     def work() -> None:
-        if signal.getsignal(signal.SIGINT) is _exit_on_interrupt:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         if relaunches:
             _launch_if_requested(module)
-        _call(main)
+        collector.before_imports()
+        check_requirements()
+        main()
         if exit_state.unfinished and _place().rank == 0:
             logger.warning(exit_state.unfinished)
         _exit_at_end()
@@ -97,25 +76,6 @@ def _launch_if_requested(module: str | None) -> None:
         from toolkit.launch.launcher import launch
 
         _exit(launch(request))
-
-
-def _call(main: Callable[[], None]) -> None:
-    """Calls `main`, and again after `request_rerun`; of accelerate's state only the process group
-    stays."""
-    while True:
-        exit_state.rerun = False
-        main()
-        if not exit_state.rerun:
-            return
-        from accelerate.state import AcceleratorState, GradientState
-
-        if exit_state.free:
-            exit_state.free()
-            exit_state.free = None
-        gc.unfreeze()  # what `collector.after_imports` excludes may hold the model
-        gc.collect()  # the model, and the lock on its folder
-        AcceleratorState._reset_state(reset_partial_state=False)
-        GradientState._reset_state()
 
 
 def _exit_on_failure(work: Callable[[], object]) -> None:
@@ -222,14 +182,6 @@ def exit_with(failure: Failure) -> NoReturn:
         logger.error(failure.line)
     close_resources()
     _exit(failure.code)
-
-
-def _exit_on_interrupt(*_: object) -> None:
-    """The handler of Ctrl-C while libraries are imported."""
-    failure = Failure("interrupted", INTERRUPTED, permanent=True)
-    if not _leave_for_launcher(failure) and _place().rank == 0:
-        os.write(2, b"interrupted\n")  # a signal handler must not wait for a stream's lock
-    os._exit(INTERRUPTED)
 
 
 def _exit_at_end() -> None:

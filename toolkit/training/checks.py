@@ -126,11 +126,11 @@ class LoopChecks:
             remedy = "call `scheduler.step()` once, after `optimizer.step()`"
             raise self._fault(f"the schedule made {schedule_steps} steps: {remedy}")
 
-    def end_step(self, number: int, micro_batches: int) -> None:
-        calls = [self._calls["mean"], self._calls["backward"]]
-        if self._step != number or calls != [micro_batches] * 2:
-            what = f"{micro_batches} micro-batches, {calls[0]} means, {calls[1]} backward passes"
-            raise UserError(f"step {number}: {what}: call `accelerator.backward` once in each")
+    def end_step(self, number: int, expected: int) -> None:
+        if not expected == self._calls["mean"] == self._calls["backward"]:
+            calls = f"{self._calls['mean']} means, {self._calls['backward']} backward passes"
+            raise UserError(f"step {number}: {calls} in {expected} micro-batches: make one each")
+        self._calls.clear()
         self._step = 0
 
     def _fault(self, what: str) -> UserError:

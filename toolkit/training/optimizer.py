@@ -8,6 +8,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -132,10 +133,8 @@ def make_scheduler(
     it once per process. Raises UserError for a learning rate too low for the schedule, and for one
     that depends on more than the number of steps, which a resumed run could not continue."""
     plain = unwrapped_optimizer(optimizer)
-    if make_schedule is None:
-        schedule = _schedule_of_settings(plain, settings, total_steps)
-    else:
-        schedule = make_schedule(plain)
+    make_schedule = make_schedule or partial(_schedule_of_settings, settings, total_steps)
+    schedule = make_schedule(plain)
     if isinstance(schedule, ReduceLROnPlateau):
         remedy = "use one that depends on the number of steps only"
         raise UserError(f"a resumed run could not continue ReduceLROnPlateau: {remedy}")
@@ -145,7 +144,7 @@ def make_scheduler(
     return AcceleratedScheduler(schedule, optimizer, split_batches=True)
 
 
-def _schedule_of_settings(optimizer: Any, settings: TrainingSettings, total_steps: int) -> Any:
+def _schedule_of_settings(settings: TrainingSettings, total_steps: int, optimizer: Any) -> Any:
     warmup = settings.warmup_steps
     if warmup is None:
         warmup = math.ceil(total_steps * (settings.warmup_ratio or 0.0))

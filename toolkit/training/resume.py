@@ -26,7 +26,7 @@ from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.extra_state import load_registered, set_random_states
 from toolkit.training.optimizer import set_schedule
 from toolkit.training.precision import set_scaler
-from toolkit.utils.cache import digest_of_file, digest_of_files
+from toolkit.utils.cache import digest_of_files
 
 # Settings that do not change what is trained. Of files and models the content is compared instead,
 # of the precision the one that the run used.

@@ -111,7 +111,7 @@ class Step:
         steps.checks.begin_step(self.number, model)
         self._losses.clear()
         self._ids.clear()
-        following = [*self.collations[1:]]
+        following: list[partial[Batch] | None] = [*self.collations[1:]]
         following.append(self.next_step.collations[0] if self.next_step else None)
         for collation, next_one in zip(self.collations, following, strict=True):
             batch = steps.prefetcher.batch(collation, next_one)
@@ -119,7 +119,6 @@ class Step:
             self.computed_tokens += batch.inputs["input_ids"].numel()
             launch.explain_failures(partial(steps.explain, batch))
             accelerator.sync_gradients = collation is self.collations[-1]
-            steps.checks.begin_micro_batch()
             with contextlib.ExitStack() as stack:
                 if not (accelerator.sync_gradients or steps.syncs_each_batch):
                     stack.enter_context(accelerator.no_sync(model))
@@ -286,12 +285,12 @@ class Steps:
             yield from self.flush()
 
     def _check_calls(self, step: Step) -> None:
-        self.checks.end_step()
+        if not self.optimizer.step_was_skipped:
+            self.checks.check_update(self.scheduler.scheduler.last_epoch - self._updates)
+        self.checks.end_step(step.number, len(step.collations))
         if step.grad_norm is None:
             how = "step.grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)"
             raise UserError(f"step {step.number}: set `{how}` after the micro-batches")
-        if not self.optimizer.step_was_skipped:
-            self.checks.check_update(self.scheduler.scheduler.last_epoch - self._updates)
 
     def flush(self) -> Iterator[StepMetrics]:
         """Yields the metrics of the steps since the last gather, as `finish`; all processes call

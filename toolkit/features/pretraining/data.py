@@ -9,11 +9,12 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +26,11 @@ from toolkit.data.tokens import Split, append_to_npy, cut_long_texts
 from toolkit.errors import UserError
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs
 from toolkit.features.pretraining.words import word_starts
+from toolkit.pretrained import load_config
 from toolkit.utils.progress import Progress
+
+# at least, in their pretraining
+_MASKED_30_PERCENT = ("modernbert", "eurobert")
 
 
 class Draw(NamedTuple):
@@ -202,7 +207,28 @@ class Masks(Targets):
 
     whole_word_mask: bool
 
-    column_setting, usual_columns, split_class = None, (), MaskedSplit
+    column_setting: ClassVar[None] = None
+    usual_columns: ClassVar[tuple[str, ...]] = ()
+    split_class: ClassVar[type[Split]] = MaskedSplit
+    pipeline_tag: ClassVar[str] = "fill-mask"
+    metric: ClassVar[str] = "loss"
+
+    @classmethod
+    def collator(cls, settings: Any) -> Any:
+        default = "0.15"
+        if load_config(settings.model).model_type in _MASKED_30_PERCENT:
+            default = "0.30"
+        first, _, last = (settings.masking.mlm_probability or default).partition(":")
+        probabilities = (float(first), float(last or first))
+        return partial(MaskingCollator, seed=settings.training.seed, probabilities=probabilities)
+
+    @classmethod
+    def next_command(cls, settings: Any, folder: Path) -> str:
+        recipe = "cls"
+        if load_config(settings.model).model_type == "big_bird":
+            recipe = "bigbird"
+        model = shlex.quote(str(folder / "model"))
+        return f"python recipes/{recipe}.py --model_name_or_path {model} --train_file YOUR_FILE.csv"
 
     @classmethod
     def check(cls, settings: Any, tokenizer: Any) -> None:
@@ -310,10 +336,10 @@ def masked_metrics(sums: np.ndarray, counts: np.ndarray) -> dict[str, Any]:
 def masked_evaluation(outputs: Outputs, compute_metrics: ComputeMetrics) -> Evaluation:
     """The evaluation from gathered sums (N, 2); all ranks get the metrics."""
     if not (arrays := outputs.in_order()):
-        return outputs.evaluation()
+        return outputs.make_evaluation()
     (sums,), counts = arrays, outputs.split.loss_denominators()
     lines = partial(_lines, outputs.split, sums, counts.tolist())
-    return outputs.evaluation(sums[:, 0], compute_metrics(sums, counts), lines)
+    return outputs.make_evaluation(sums[:, 0], compute_metrics(sums, counts), lines)
 
 
 def _lines(split: Split, sums: np.ndarray, counts: list[int]) -> Iterator[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from toolkit.data.tokens import (
     save_tokens,
 )
 from toolkit.errors import UserError, listing
+from toolkit.utils.extras import require_extra
 
 USUAL = ("title", "summary", "headline", "highlights", "heading", "标题", "题目", "摘要")
 _TRIAL_TITLES = 20
@@ -93,10 +94,16 @@ class Titles(Targets):
     max_length: int
     """Predicted tokens, including the end token; longer titles are truncated."""
 
-    column_setting, usual_columns, split_class = "title_column", USUAL, TitleSplit
+    column_setting: ClassVar[str] = "title_column"
+    usual_columns: ClassVar[tuple[str, ...]] = USUAL
+    split_class: ClassVar[type[Split]] = TitleSplit
+    pipeline_tag: ClassVar[str] = "summarization"
+    metric: ClassVar[str] = "rougeL"
 
     @classmethod
     def check(cls, settings: Any, tokenizer: Any) -> None:
+        # fail now, not at the first ROUGE
+        require_extra("recipes/title.py", "titles", "rouge_score", "jieba")
         if tokenizer.cls_token_id is None or tokenizer.sep_token_id is None:
             name = settings.model.model_name_or_path
             raise UserError(
