@@ -159,7 +159,7 @@ class Run:
             "script": script_digest(),
         }
         self.best = Best(
-            training.metric_for_best_model or data.targets.metric,
+            training.metric_for_best_model or data.targets.usual_metric,
             data.facts["problem_type"],
             training.early_stopping_patience,
             training.greater_is_better,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,8 @@ from toolkit.config import flat
 from toolkit.data import balance, tokens
 from toolkit.data.labels import Labels
 from toolkit.data.read import read_tables
-from toolkit.data.table import Rows, Table, Targets
+from toolkit.data.table import Rows, Table
+from toolkit.data.targets import Targets, targets_of
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.utils.cache import cached_folder, digest_of_text
@@ -101,7 +101,7 @@ def prepare_data(
         _require_equal_settings(several, settings)
     if data.preprocessing_num_workers:  # the tokenizer reads it at its first call
         os.environ["RAYON_NUM_THREADS"] = str(data.preprocessing_num_workers)
-    targets_class = targets_class_of(settings)
+    targets_class = targets_of(settings)
     targets_class.check(settings, tokenizer)
     tokens.refuse_foreign_tokenizer(tokenizer, model_config)
     tables = read_tables(data, targets_class.column_setting is not None)
@@ -204,23 +204,11 @@ def _facts(
     return facts
 
 
-def targets_class_of(settings: Any) -> type[Targets]:
-    """The class of targets that the class of these settings names, `MODULE:CLASS`; or labels."""
-    name = getattr(settings, "targets", None)
-    if name is None:
-        return Labels
-    module, _, attribute = name.partition(":")
-    found: type[Targets] = getattr(importlib.import_module(module), attribute)
-    return found
-
-
 def finish_data(
     settings: Any, data: Prepared, tokenizer: Any, accelerator: Accelerator
 ) -> Prepared:
     """The data with the collator of their targets, and what features change (`Feature.data`)."""
-    collator = data.targets.collator(settings)
-    if collator is not None:
-        data = data.with_collator(collator)
+    data = data.with_collator(type(data.targets).collator(settings))
     for feature in features():
         data = feature.data(settings, data, tokenizer, accelerator)
     return data

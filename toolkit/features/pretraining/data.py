@@ -14,14 +14,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from toolkit.data.batches import IGNORED, Batch, Collator
 from toolkit.data.jieba_tokenizer import load_jieba
-from toolkit.data.table import Rows, Table, Targets
+from toolkit.data.table import Rows, Table
+from toolkit.data.targets import Targets
 from toolkit.data.tokens import Split, append_to_npy, cut_long_texts
 from toolkit.errors import UserError
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs
@@ -29,8 +30,7 @@ from toolkit.features.pretraining.words import word_starts
 from toolkit.pretrained import load_config
 from toolkit.utils.progress import Progress
 
-# at least, in their pretraining
-_MASKED_30_PERCENT = ("modernbert", "eurobert")
+_MASKED_30_PERCENT = ("modernbert", "eurobert")  # at least, in their pretraining
 
 
 class Draw(NamedTuple):
@@ -207,26 +207,25 @@ class Masks(Targets):
 
     whole_word_mask: bool
 
-    column_setting: ClassVar[None] = None
-    usual_columns: ClassVar[tuple[str, ...]] = ()
-    split_class: ClassVar[type[Split]] = MaskedSplit
-    pipeline_tag: ClassVar[str] = "fill-mask"
-    metric: ClassVar[str] = "loss"
+    column_setting = None
+    usual_columns = ()
+    split_class = MaskedSplit
+    pipeline_tag = "fill-mask"
 
     @classmethod
     def collator(cls, settings: Any) -> Any:
-        default = "0.15"
-        if load_config(settings.model).model_type in _MASKED_30_PERCENT:
-            default = "0.30"
+        default = "0.30" if load_config(settings.model).model_type in _MASKED_30_PERCENT else "0.15"
         first, _, last = (settings.masking.mlm_probability or default).partition(":")
-        probabilities = (float(first), float(last or first))
-        return partial(MaskingCollator, seed=settings.training.seed, probabilities=probabilities)
+        return partial(
+            MaskingCollator,
+            seed=settings.training.seed,
+            probabilities=(float(first), float(last or first)),
+        )
 
     @classmethod
-    def next_command(cls, settings: Any, folder: Path) -> str:
-        recipe = "cls"
-        if load_config(settings.model).model_type == "big_bird":
-            recipe = "bigbird"
+    def next_command(cls, settings: Any, folder: Path) -> str | None:
+        kind = load_config(settings.model).model_type
+        recipe = "bigbird" if kind == "big_bird" else "cls"
         model = shlex.quote(str(folder / "model"))
         return f"python recipes/{recipe}.py --model_name_or_path {model} --train_file YOUR_FILE.csv"
 

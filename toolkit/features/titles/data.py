@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from toolkit.data.batches import IGNORED, Batch, Collator
-from toolkit.data.table import Rows, Table, Targets
+from toolkit.data.table import Rows, Table
+from toolkit.data.targets import Targets
 from toolkit.data.tokens import (
     Split,
     TextBlock,
@@ -94,11 +95,18 @@ class Titles(Targets):
     max_length: int
     """Predicted tokens, including the end token; longer titles are truncated."""
 
-    column_setting: ClassVar[str] = "title_column"
-    usual_columns: ClassVar[tuple[str, ...]] = USUAL
-    split_class: ClassVar[type[Split]] = TitleSplit
-    pipeline_tag: ClassVar[str] = "summarization"
-    metric: ClassVar[str] = "rougeL"
+    column_setting = "title_column"
+    usual_columns = USUAL
+    split_class = TitleSplit
+    pipeline_tag = "summarization"
+
+    @property
+    def usual_metric(self) -> str:
+        return "rougeL"
+
+    @classmethod
+    def collator(cls, settings: Any) -> Any:
+        return TitleCollator
 
     @classmethod
     def check(cls, settings: Any, tokenizer: Any) -> None:
