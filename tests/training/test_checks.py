@@ -7,6 +7,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 from accelerate import Accelerator
+from toolkit.training.loop_checks import refuse_changes, refuse_foreign_parameters
+from toolkit.training.shard_checks import check_functions, check_hooks, refuse_copies, refuse_shards
 from torch.optim.lr_scheduler import StepLR
 from transformers import Adafactor
 
@@ -14,14 +16,12 @@ from tests.faults import refusal
 from tests.training.test_optimizer import accelerator_with, tiny
 from toolkit.config import TrainingSettings
 from toolkit.training.checks import check_parameters, check_scheduler
-from toolkit.training.loop_checks import refuse_changes, refuse_foreign_parameters
 from toolkit.training.optimizer import (
     custom_scheduler,
     make_optimizer,
     make_scheduler,
     parameter_groups,
 )
-from toolkit.training.shard_checks import check_functions, check_hooks, refuse_copies, refuse_shards
 from toolkit.training.steps import _explanation
 
 SETTINGS = TrainingSettings()
