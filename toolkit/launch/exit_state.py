@@ -1,4 +1,4 @@
-"""What this process closes before it exits, and what its launcher does to it."""
+"""The state of this process's run: what any of its threads needs to end it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from toolkit.utils.timeouts import call_with_timeout
 
 if TYPE_CHECKING:
     from toolkit.launch.heartbeat import Board
+    from toolkit.launch.ranks import World
+    from toolkit.launch.signals import StopSignals
 
 ERROR_FILE = "TOOLKIT_ERROR_FILE"
 """Set by our launcher: the file in which a process leaves its failure for it to print."""
@@ -39,8 +41,12 @@ class ExitState:
     """A warning for when `main` returns."""
     free: Callable[[], object] | None = None
     """Frees what a strategy keeps of a model when `main` has returned, before the next call."""
+    world: World | None = None
+    """The processes of this run; a second accelerator uses the same."""
     board: Board | None = None
     """Where this process reports its failure to other machines, under a launcher that does not."""
+    signals: StopSignals | None = None
+    """Receives stop signals while the run trains."""
 
 
 # A global: the main thread, the heartbeat's thread and signal handlers can each exit the process.

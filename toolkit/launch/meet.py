@@ -23,7 +23,7 @@ from toolkit.utils import versions
 from toolkit.utils.log import logger
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store, TCPStore
 
 _POLL_SECONDS, _LOG_SECONDS = 0.1, 5.0
 # Who serves the store waits this long for the others to read a fault.
@@ -48,7 +48,7 @@ class Hello:
     """Versions and settings that must be the same everywhere."""
 
 
-def connect(address: str, port: int, seconds: float) -> Store:
+def connect(address: str, port: int, seconds: float) -> TCPStore:
     """Connects to the store of the first machine. Raises RendezvousError."""
     try:
         return network.connect_store(address, port, seconds)
@@ -58,11 +58,22 @@ def connect(address: str, port: int, seconds: float) -> Store:
         raise RendezvousError(f"{who}: {error}. To do: {remedy}") from error
 
 
+def open_store(
+    address: str, port: int, serves: bool, is_local: bool, seconds: float
+) -> tuple[TCPStore, str]:
+    """Serves the store where the others reach this machine as `address`, or connects to it;
+    `is_local`: the others are on this machine. Returns its address, too."""
+    if serves:
+        address = network.address_to_serve(address, is_local)
+        return network.serve_store(address, port), address
+    return connect(address, port, seconds), address
+
+
 @dataclass(frozen=True)
 class Met:
     """What a launcher knows of the others after they have met."""
 
-    store: Store
+    store: TCPStore
     address: str
     port: int
     """Where machine 0 serves the store."""
@@ -75,44 +86,42 @@ def meet_launchers(machines: Machines, facts: Mapping[str, Any], seconds: float)
 
     Raises RendezvousError, in all, if one is missing, is there twice or differs in `facts`.
     """
-    me, first, host = machines.rank, machines.first, socket.gethostname()
-    if machines.count == 1:
-        network.choose_interface(os.environ, network.LOOPBACK)
-        server = network.serve_store(network.LOOPBACK, 0)
-        return Met(server, network.LOOPBACK, server.port, [host])
-    logger.info(f"this is machine {me} ({host}) of {machines.count}: {machines.rank_source}")
-    if me == 0 and network.is_this_machine(first):
-        address = network.address_to_serve(first, is_local=False)
-        store: Store = network.serve_store(address, machines.port)
-    else:
-        address, store = first, connect(first, machines.port, seconds)
-    source = network.source_address_for(address) or ""  # of an own address: itself
-    network.choose_interface(os.environ, source)
+    rank, first, is_alone = machines.rank, machines.first, machines.count == 1
+    if not is_alone:
+        who = f"machine {rank} ({socket.gethostname()}) of {machines.count}"
+        logger.info(f"this is {who}: {machines.rank_source}")
+    serves = rank == 0 and network.is_this_machine(first)
+    store, address = open_store(first, machines.port, serves, is_alone, seconds)
     remedies = {
         "missing": f"start the same command there, with --main_process_ip {first} there too; if it "
         "was started, see its output, and open all ports between the machines. "
         f"{doctor_command(first)}",
         "twin": "pass another --machine_rank on each machine (or set NODE_RANK there)",
     }
-    names = [f"machine {rank}" for rank in range(machines.count)]
-    hellos = meet(store, Hello(me, address=source, facts=facts), names, seconds, remedies)
-    return Met(store, address, machines.port, [hello.host for hello in hellos])
+    names = [f"machine {number}" for number in range(machines.count)]
+    hellos = meet(store, address, rank, names, facts, remedies, seconds)
+    return Met(store, address, store.port, [printable(hello.host, 100) for hello in hellos])
 
 
 def meet(
     store: Store,
-    me: Hello,
+    address: str,
+    number: int,
     names: Sequence[str],
-    seconds: float,
+    facts: Mapping[str, Any],
     remedies: Mapping[str, str],
+    seconds: float,
 ) -> list[Hello]:
-    """Waits for all; returns their hellos in order.
+    """Waits for all, and chooses the interface between them; returns their hellos in order.
 
-    `names`: `machine 1 (10.0.0.2)`, for the user. `remedies`: what to do if some are `missing`, and
-    about a `twin`. Raises RendezvousError, in all, within `seconds` and a little more.
+    `address`: the store's. `number`: this one's. `names`: `machine 1`, for the user. `remedies`:
+    what to do if some are `missing`, and about a `twin`. Raises RendezvousError, in all, within
+    `seconds` and a little more.
     """
+    me = Hello(number, address=network.source_address_for(address) or "", facts=facts)
     try:
-        hellos = _wait_for_all(store, me, names, seconds, remedies)
+        _write_hello(store, me, names, remedies["twin"])
+        hellos = _wait_for_all(store, me, names, seconds, remedies["missing"])
         _refuse_differences(hellos)
     except RendezvousError as error:
         with contextlib.suppress(RuntimeError):  # the first machine has read it, and has ended
@@ -121,28 +130,36 @@ def meet(
         raise
     except RuntimeError as error:
         raise RendezvousError(f"{names[0]} was reached, and has ended since") from error
+    _choose_interface(me, hellos)
     return hellos
 
 
+def _choose_interface(me: Hello, hellos: Sequence[Hello]) -> None:
+    source = me.address
+    if len({hello.node for hello in hellos}) == 1:
+        source = network.LOOPBACK
+    elif network.is_loopback(source):  # the first machine's name, on Debian
+        source = network.source_address_for(hellos[-1].address) or ""
+    network.choose_interface(os.environ, source)
+
+
 def _wait_for_all(
-    store: Store, me: Hello, names: Sequence[str], seconds: float, remedies: Mapping[str, str]
+    store: Store, me: Hello, names: Sequence[str], seconds: float, remedy: str
 ) -> list[Hello]:
-    _write_hello(store, me, names, remedies["twin"])
-    started, logged = time.monotonic(), False
+    started, is_logged = time.monotonic(), False
     while True:
-        missing = [number for number in range(len(names)) if not store.check([_key(number)])]
+        missing = [name for number, name in enumerate(names) if not store.check([_key(number)])]
         if store.check(["fault"]):
             raise RendezvousError(printable(store.get("fault").decode(), 10_000))
         if not missing:
             return [_read_hello(store, number) for number in range(len(names))]
-        waited = time.monotonic() - started
-        absent = listing((names[number] for number in missing), 8)
+        waited, absent = time.monotonic() - started, listing(missing, 8)
         if waited > seconds:
             fault = f"{absent} did not come within {seconds:.0f} s (--rendezvous_timeout)"
-            raise RendezvousError(f"{fault}: {remedies['missing']}")
-        if waited > _LOG_SECONDS and me.number == 0 and not logged:
-            logged = True
-            logger.info(f"waiting for {absent}: {remedies['missing']}")
+            raise RendezvousError(f"{fault}: {remedy}")
+        if waited > _LOG_SECONDS and me.number == 0 and not is_logged:
+            is_logged = True
+            logger.info(f"waiting for {absent}: {remedy}")
         time.sleep(_POLL_SECONDS)
 
 

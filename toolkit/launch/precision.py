@@ -1,4 +1,4 @@
-"""`--mixed_precision auto`: the config file's value, or what this hardware computes fast.
+"""`--mixed_precision auto`: what the config file enables, or what this hardware computes fast.
 
 A CPU computes bf16 faster than fp32 if it has AMX, or if it is AMD's with avx512_bf16; a Xeon with
 avx512_bf16 and no AMX took 1.4 times as long in bf16 as in fp32.
@@ -10,11 +10,8 @@ import contextlib
 import json
 import os
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from toolkit.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -41,48 +38,29 @@ def autocast(
     return torch.autocast(accelerator.device.type, dtype, **{"enabled": True, **options})
 
 
-def auto_precision(launch_config: Mapping[str, Any] | None, device: int | None) -> tuple[str, str]:
-    """(no, bf16 or fp16; why) by a config file, or else by this process's GPU (None: the CPU).
+def auto_precision(device: int | None) -> tuple[str, str]:
+    """(no, bf16 or fp16; why) for this process's GPU (None: the CPU), unless a config enables one.
 
-    `launch_config` is the config of the `accelerate launch` that started this process, or None.
+    A config's `no` counts for nothing: it is what launchers set by default.
     """
-    enabled = enabled_in_deepspeed_config()
-    if enabled:
-        return enabled, "the DeepSpeed config says so"
-    setting = os.environ.get("ACCELERATE_MIXED_PRECISION")
-    is_default = False
-    if setting == "no" and launch_config is not None:  # a launcher sets it by default
-        is_default = launch_config.get("mixed_precision") is None
-    if setting and not is_default:
-        return setting, "the accelerate config, or ACCELERATE_MIXED_PRECISION, says so"
+    enabled = enabled_in_deepspeed_config() or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if enabled != "no":
+        return enabled, "the accelerate or DeepSpeed config says so"
     return _of_cpu() if device is None else _of_gpu(device)
 
 
 def enabled_in_deepspeed_config() -> str | None:
     """The precision that this launch's DeepSpeed config enables by `true` (not "auto"), or None."""
-    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
+    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     config: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError, TypeError):  # accelerate reports such a file
-        config = dict(json.loads(Path(file).read_text(encoding="utf-8")))
+    if file:
+        with contextlib.suppress(OSError, ValueError, TypeError):  # accelerate reports such a file
+            config = dict(json.loads(Path(file).read_text(encoding="utf-8")))
     for name in ("bf16", "fp16"):
         section = config.get(name)
         if isinstance(section, dict) and section.get("enabled") is True:
             return name
     return None
-
-
-def refuse_other_precision(mixed_precision: str | None) -> None:
-    """Raises UserError for fp8, and if this launch's DeepSpeed config enables another precision:
-    accelerate would compute in that one for `no`."""
-    if "fp8" in (mixed_precision, os.environ.get("ACCELERATE_MIXED_PRECISION")):
-        raise UserError("mixed_precision fp8 is not supported: pass --mixed_precision bf16")
-    enabled = enabled_in_deepspeed_config()
-    if mixed_precision and enabled and enabled != mixed_precision:
-        file = os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]
-        raise UserError(
-            f"--mixed_precision {mixed_precision}: {file} enables {enabled}: "
-            f'write "enabled": "auto" there, or pass --mixed_precision {enabled}'
-        )
 
 
 def _of_cpu() -> tuple[str, str]:
