@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import signal
 import sys
 import threading
@@ -73,10 +72,7 @@ def stop_with_parent(number: int = signal.SIGTERM) -> None:
 
     The kernel watches the thread that forked, so that thread must not end.
     """
-    parent = os.getppid()
     if sys.platform == "linux":
         set_parent_death_signal = 1  # prctl(2), PR_SET_PDEATHSIG
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(set_parent_death_signal, number)
-    if os.getppid() != parent:  # it has ended meanwhile
-        os.kill(os.getpid(), number)

@@ -177,16 +177,13 @@ def fail(failure: Failure) -> NoReturn:
     with contextlib.suppress(ValueError):  # not the main thread
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # of a launcher, when the first rank has exited
-    file = os.environ.get(ERROR_FILE)
-    place = _place()
+    file, place = os.environ.get(ERROR_FILE), _place()
     if file:
         with contextlib.suppress(OSError):
             Path(file).write_text(json.dumps(asdict(failure)), encoding="utf-8")
-    elif failure.code != INTERRUPTED:
+    elif failure.code != INTERRUPTED or place.rank == 0:  # Ctrl-C reaches all of a terminal
         _wait_for_cause(failure, place)
-        report(failure)
-    elif place.rank == 0:  # Ctrl-C reaches all processes of a terminal
-        report(failure)
+        failure = report(failure)
     close_resources()
     _exit(failure.code)
 
@@ -216,9 +213,9 @@ def report(failure: Failure) -> Failure:
 
 def exit_with(failure: Failure) -> NoReturn:
     """Reports a failure, and exits, whatever the main thread waits for."""
-    code = report(failure).code
+    failure = report(failure)
     close_resources()
-    _exit(code)
+    _exit(failure.code)
 
 
 def _exit_at_end() -> None:

@@ -15,6 +15,7 @@ import socket
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import Any
@@ -168,7 +169,12 @@ class Launcher:
             stopped = code - 128 in signals.STOP_SIGNALS and not self._error_file(local).exists()
             if code and not stopped:
                 failures.append(self._describe(local, code))
-        return min(failures, key=lambda failure: failure.is_effect, default=None)
+        first = min(failures, key=lambda failure: failure.is_effect, default=None)
+        for local, rank in enumerate(self.ranks):
+            if first and first.is_effect and rank.poll() == 0:
+                who = f"rank {self.first_rank + local}"
+                return replace(first, line=f"{first.line} ({who} has ended without an error)")
+        return first
 
     def _describe(self, local: int, code: int) -> Failure:
         who = f"rank {self.first_rank + local} on {self.host}"

@@ -58,17 +58,6 @@ def connect(address: str, port: int, seconds: float) -> TCPStore:
         raise RendezvousError(f"{who}: {error}. To do: {remedy}") from error
 
 
-def open_store(
-    address: str, port: int, serves: bool, is_local: bool, seconds: float
-) -> tuple[TCPStore, str]:
-    """Serves the store where the others reach this machine as `address`, or connects to it;
-    `is_local`: the others are on this machine. Returns its address, too."""
-    if serves:
-        address = network.address_to_serve(address, is_local)
-        return network.serve_store(address, port), address
-    return connect(address, port, seconds), address
-
-
 @dataclass(frozen=True)
 class Met:
     """What a launcher knows of the others after they have met."""
@@ -90,8 +79,11 @@ def meet_launchers(machines: Machines, facts: Mapping[str, Any], seconds: float)
     if not is_alone:
         who = f"machine {rank} ({socket.gethostname()}) of {machines.count}"
         logger.info(f"this is {who}: {machines.rank_source}")
-    serves = rank == 0 and network.is_this_machine(first)
-    store, address = open_store(first, machines.port, serves, is_alone, seconds)
+    if rank == 0 and network.is_this_machine(first):
+        address = network.address_to_serve(first, is_alone)
+        store = network.serve_store(address, machines.port)
+    else:
+        address, store = first, connect(first, machines.port, seconds)
     remedies = {
         "missing": f"start the same command there, with --main_process_ip {first} there too; if it "
         "was started, see its output, and open all ports between the machines. "

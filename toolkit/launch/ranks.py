@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from toolkit.errors import printable
-from toolkit.launch import environment
+from toolkit.launch import environment, network
 from toolkit.launch.environment import Place, timeout_seconds
 from toolkit.launch.exit_state import exit_state
 from toolkit.launch.failure import exit_with
 from toolkit.launch.heartbeat import Board, Failure
 from toolkit.launch.machines import name_machine
-from toolkit.launch.meet import Hello, connect, meet, open_store
+from toolkit.launch.meet import Hello, connect, meet
 from toolkit.utils.versions import comparable_versions
 
 if TYPE_CHECKING:
@@ -59,16 +59,12 @@ def join(place: Place, device: str) -> World:
 
 
 def _connect(prefix: str) -> Store:
-    """An own connection to the store of this run."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return _prefixed(prefix, connect(address, port, timeout_seconds("rendezvous_timeout")))
-
-
-def _prefixed(prefix: str, store: Store) -> Store:
-    """With keys of its own for each attempt: those of the last one hold addresses of processes that
-    are gone."""
+    """An own connection to the store of this run, in which each attempt has its own keys: those of
+    the last one hold addresses of processes that are gone."""
     from torch.distributed import PrefixStore
 
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = connect(address, port, timeout_seconds("rendezvous_timeout"))
     return PrefixStore(f"toolkit/{prefix} of attempt {environment.attempt()}", store)
 
 
@@ -81,19 +77,21 @@ def list_machines() -> list[str]:
 
 
 def _meet(place: Place, device: str) -> World:
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    serves = place.rank == 0 and not environment.launcher_serves_store()
-    seconds = timeout_seconds("rendezvous_timeout")
-    store, address = open_store(address, port, serves, place.is_local, seconds)
-    os.environ["MASTER_ADDR"] = address
+    address, server = os.environ["MASTER_ADDR"], None
+    if not environment.launcher_serves_store():
+        if network.is_this_machine(address):
+            address = os.environ["MASTER_ADDR"] = network.address_to_serve(address, place.is_local)
+        if place.rank == 0:
+            server = network.serve_store(address, int(os.environ["MASTER_PORT"]))
     facts = {**comparable_versions(sys.argv[0]), "device": device, "processes": place.world_size}
     remedies = {
         "missing": "start them too, with the same number of processes",
         "twin": "give each its own RANK (and NODE_RANK to each machine)",
     }
     names = [f"rank {rank}" for rank in range(place.world_size)]
-    meeting = _prefixed("meeting", store)
-    hellos = meet(meeting, address, place.rank, names, facts, remedies, seconds)
+    seconds = timeout_seconds("rendezvous_timeout")
+    store = _connect("meeting")
+    hellos = meet(store, address, place.rank, names, facts, remedies, seconds)
     nodes: dict[str, list[Hello]] = {}
     for hello in hellos:
         nodes.setdefault(hello.node, []).append(hello)
@@ -102,7 +100,7 @@ def _meet(place: Place, device: str) -> World:
         machines.append((printable(members[0].host, 100), [hello.number for hello in members]))
     if len(machines) > 1:
         _watch(_connect("heartbeats"), machines, place.rank)
-    return World(_connect("ranks"), machines, store)
+    return World(_connect("ranks"), machines, server)
 
 
 def _watch(store: Store, machines: list[tuple[str, list[int]]], rank: int) -> None:

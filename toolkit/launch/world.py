@@ -130,7 +130,6 @@ def _start_process_group(store: Store, place: Place, device: str, uses_deepspeed
     from accelerate import PartialState
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # or every rank logs its start
-    warnings.filterwarnings("ignore", message=".*OMP_NUM_THREADS.*")
     deprecated = r".*(torch\.distributed\.\w+|broadcast_buffers). is deprecated.*"
     warnings.filterwarnings("ignore", message=deprecated, category=FutureWarning)
     options: dict[str, Any] = {
