@@ -58,7 +58,7 @@ def tasks() -> dict[str, type[Any]]:
     """Recipe -> settings class: the core's recipes, then those of features."""
     classes: dict[str, type[Any]] = {"cls": TaskSettings, "bigbird": LongTaskSettings}
     for feature in features():
-        classes |= feature.tasks
+        classes |= feature.recipes
     return classes
 
 
@@ -126,7 +126,7 @@ def _feature_sections(settings_class: type) -> dict[str, type]:
     """The sections of features: field name -> section class."""
     added: dict[str, type] = {}
     for feature in features():
-        added |= feature.sections(settings_class)
+        added |= feature.settings(settings_class)
     return added
 
 

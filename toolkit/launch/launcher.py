@@ -91,7 +91,6 @@ class Launcher:
             "device": device.type,
             "use_cpu": self.request.use_cpu,
             "num_processes": self.request.processes,
-            "max_restarts": self.request.max_restarts,
         }
 
     def _make_board(self, attempt: int) -> Board:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import UserError, listing, printable
@@ -43,7 +42,6 @@ class Hello:
     node: str = field(default_factory=network.node_id)
     address: str = ""
     """Its source address for connections to the first one."""
-    token: str = field(default_factory=lambda: secrets.token_hex(8))
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Versions and settings that must be the same everywhere."""
 
@@ -92,7 +90,7 @@ def meet_launchers(machines: Machines, facts: Mapping[str, Any], seconds: float)
     }
     names = [f"machine {number}" for number in range(machines.count)]
     hellos = meet(store, address, rank, names, facts, remedies, seconds)
-    return Met(store, address, store.port, [printable(hello.host, 100) for hello in hellos])
+    return Met(store, address, store.port, [hello.host for hello in hellos])
 
 
 def meet(
@@ -161,24 +159,20 @@ def _key(number: int) -> str:
 
 def _write_hello(store: Store, me: Hello, names: Sequence[str], remedy: str) -> None:
     """Raises RendezvousError if there is another one with this number."""
-    text = json.dumps(asdict(me))
-    if store.compare_set(_key(me.number), "", text).decode() != text:
-        twin = _read_hello(store, me.number)
-        hosts = f"on {printable(twin.host, 100)} and {me.host}"
+    if store.add(f"count {me.number}", 1) > 1:
+        hosts = f"on {_read_hello(store, me.number).host} and {me.host}"
         raise RendezvousError(f"two are {names[me.number]}, {hosts}: {remedy}")
+    store.set(_key(me.number), json.dumps(asdict(me)))
 
 
 def _read_hello(store: Store, number: int) -> Hello:
-    try:
-        return Hello(**json.loads(store.get(_key(number))))
-    except (TypeError, ValueError) as error:
-        fault = "another machine's hello cannot be read: does it run another version of this code?"
-        raise RendezvousError(fault) from error
+    hello = Hello(**json.loads(store.get(_key(number))))
+    return replace(hello, host=printable(hello.host, 100))
 
 
 def _refuse_differences(hellos: Sequence[Hello]) -> None:
     """Raises RendezvousError if versions or settings differ."""
-    facts = [(printable(hello.host, 100), hello.facts) for hello in hellos]
+    facts = [(hello.host, hello.facts) for hello in hellos]
     differences = versions.describe_differences(facts)
     if not differences:
         return

@@ -11,7 +11,6 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from toolkit.errors import printable
 from toolkit.launch import environment, network
 from toolkit.launch.environment import Place, timeout_seconds
 from toolkit.launch.exit_state import exit_state
@@ -97,7 +96,7 @@ def _meet(place: Place, device: str) -> World:
         nodes.setdefault(hello.node, []).append(hello)
     machines = []
     for members in nodes.values():
-        machines.append((printable(members[0].host, 100), [hello.number for hello in members]))
+        machines.append((members[0].host, [hello.number for hello in members]))
     if len(machines) > 1:
         _watch(_connect("heartbeats"), machines, place.rank)
     return World(_connect("ranks"), machines, server)

@@ -280,12 +280,7 @@ def wait_for_all(what: str) -> None:
         time.sleep(0.05)
 
 
-def require_equal(
-    accelerator: Accelerator,
-    what: str,
-    values: Mapping[str, Any],
-    remedy: str = "",
-) -> None:
+def require_equal(accelerator: Accelerator, what: str, values: Mapping[str, Any]) -> None:
     """Raises UserError on every rank if a value differs between ranks, with the values and their
     hosts."""
     if accelerator.num_processes == 1:
@@ -295,6 +290,6 @@ def require_equal(
     host = socket.gethostname() if ranks.list_machines() else f"rank {accelerator.process_index}"
     differences = versions.describe_differences(gather_object([(host, dict(values))]))
     if differences:
-        remedy = remedy or "Give every machine the same files and settings"
         why = f"{what} are not the same everywhere: {differences}"
-        raise UserError(f"{why}. {remedy}; nothing was trained")
+        remedy = "Give every machine the same files and settings; nothing was trained"
+        raise UserError(f"{why}. {remedy}")
