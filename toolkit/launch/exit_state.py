@@ -36,13 +36,8 @@ class ExitState:
     exit_code: int = 0
     unfinished: str = ""
     """A warning for when `main` returns."""
-<<<<<<< HEAD
-    free: Callable[[], object] | None = None
-    """Frees what a strategy keeps of a model when `main` has returned, before the next call."""
     world: World | None = None
     """The processes of this run; a second accelerator uses the same."""
-=======
->>>>>>> main
     board: Board | None = None
     """Where this process reports its failure to other machines, under a launcher that does not."""
     signals: StopSignals | None = None
