@@ -311,7 +311,7 @@ class TrainingSettings:
     seed: int = Field(default=42, ge=0, lt=2**31)
     """Seeds the split, the order of samples, the new head and dropout."""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
-    """auto: the accelerate config's, else bf16, fp16 or no, whichever this hardware computes
+    """auto: the accelerate config's bf16 or fp16, else what rank 0's hardware computes
     fastest."""
     half_precision_weights: bool = False
     """Under ZeRO and FSDP2 gather weights and reduce gradients in bf16 or fp16, with fp32 master

@@ -6,27 +6,20 @@ avx512_bf16 and no AMX took 1.4 times as long in bf16 as in fp32.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import warnings
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
-    from accelerate.utils import AutocastKwargs
 
 AUTO = "auto"
 # CUDA capabilities: RTX 30, A10 and A100 have bf16; V100, T4 and RTX 20 have fast fp16 only
 _HAS_BF16, _HAS_FAST_FP16 = (8, 0), (7, 0)
 
 
-def autocast(
-    accelerator: Accelerator,
-    autocast_handler: AutocastKwargs | None = None,
-) -> torch.autocast:
+def autocast(accelerator: Accelerator) -> torch.autocast:
     """`accelerator.autocast()`, which does nothing under DeepSpeed."""
     import torch
 
@@ -34,33 +27,19 @@ def autocast(
     if precision not in ("bf16", "fp16"):
         return torch.autocast("cpu", enabled=False)  # not every device has autocast
     dtype = torch.bfloat16 if precision == "bf16" else torch.float16
-    options = autocast_handler.to_kwargs() if autocast_handler else {}
-    return torch.autocast(accelerator.device.type, dtype, **{"enabled": True, **options})
+    return torch.autocast(accelerator.device.type, dtype)
 
 
 def auto_precision(device: int | None) -> tuple[str, str]:
-    """(no, bf16 or fp16; why) for this process's GPU (None: the CPU), unless a config enables one.
+    """(no, bf16 or fp16; why): what the accelerate config enables, or else the GPU `device` (None:
+    the CPU) computes fast.
 
-    A config's `no` counts for nothing: it is what launchers set by default.
+    Its `no` counts for nothing: launchers set it by default.
     """
-    enabled = enabled_in_deepspeed_config() or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    enabled = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if enabled != "no":
-        return enabled, "the accelerate or DeepSpeed config says so"
+        return enabled, "the accelerate config says so"
     return _of_cpu() if device is None else _of_gpu(device)
-
-
-def enabled_in_deepspeed_config() -> str | None:
-    """The precision that this launch's DeepSpeed config enables by `true` (not "auto"), or None."""
-    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    config: dict[str, Any] = {}
-    if file:
-        with contextlib.suppress(OSError, ValueError, TypeError):  # accelerate reports such a file
-            config = dict(json.loads(Path(file).read_text(encoding="utf-8")))
-    for name in ("bf16", "fp16"):
-        section = config.get(name)
-        if isinstance(section, dict) and section.get("enabled") is True:
-            return name
-    return None
 
 
 def _of_cpu() -> tuple[str, str]:

@@ -31,7 +31,7 @@ from toolkit.checkpoint.strategies import live_state
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
 from toolkit.launch import log_on_main
-from toolkit.launch.precision import autocast, enabled_in_deepspeed_config
+from toolkit.launch.precision import autocast
 from toolkit.utils.compat import require
 
 
@@ -49,7 +49,6 @@ def choose_precision(
     if accelerator.mixed_precision == "no":
         return
     if zero:
-        half = half or enabled_in_deepspeed_config() is not None
         if half and accelerator.mixed_precision == "fp16":
             _refuse_unsupported_fp16()
         _wrap_next_prepare(accelerator, model, _restore_masters if half else _prepare_in_fp32)
