@@ -19,7 +19,7 @@ from tests.faults import refusal
 from tests.launch.test_environment import DEEPSPEED, OPEN_MPI, SRUN, TORCHRUN
 from tests.launch.test_machines import ELSEWHERE, FIRST, pretend_network
 from toolkit.launch import environment
-from toolkit.launch.environment import TIMEOUTS, timeout_seconds
+from toolkit.launch.environment import TIMEOUTS, timeout_seconds, timeout_variable
 from toolkit.launch.machines import DEFAULT_PORT, PLACEHOLDER
 from toolkit.launch.options import (
     Request,
@@ -204,7 +204,7 @@ def test_clean_environment(outer: dict[str, str]) -> None:
 
 @pytest.fixture
 def _no_variables(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> None:
-    for name in ("NODE_RANK", "SLURM_NODEID", *(variable for variable, _ in TIMEOUTS.values())):
+    for name in ("NODE_RANK", "SLURM_NODEID", *map(timeout_variable, TIMEOUTS)):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -288,7 +288,7 @@ def test_refused_before_a_launch(argument: str, match: str) -> None:
 @pytest.mark.parametrize("option", TIMEOUTS)
 @pytest.mark.usefixtures("_no_variables")
 def test_timeouts_reach_the_processes(option: str) -> None:
-    assert timeout_seconds(option) == TIMEOUTS[option][1]
+    assert timeout_seconds(option) == TIMEOUTS[option]
     words = [SCRIPT, f"--{option}", "77", "--seed", "3"]
     assert take_options(words, None) == ([SCRIPT, "--seed", "3"], None)
     assert timeout_seconds(option) == 77

@@ -50,11 +50,11 @@ _ADDRESS_REMEDY = (
     "or in a Slurm script `export MASTER_ADDR=$(scontrol show hostnames | head -n 1)`"
 )
 FIRST_PORT, PORTS = 20000, 12000  # below the ephemeral ports
-# timeout setting -> the variable that passes it to the processes, and its default in seconds
+# option -> its default in seconds
 TIMEOUTS = {
-    "rendezvous_timeout": ("TOOLKIT_RENDEZVOUS_TIMEOUT", 60),  # for all machines to come
-    "ddp_timeout": ("TOOLKIT_DDP_TIMEOUT", 1800),  # in a collective; `transformers`' default
-    "peer_timeout": ("TOOLKIT_PEER_TIMEOUT", 30),  # without an answer a machine counts as lost
+    "rendezvous_timeout": 60,  # for all machines to come
+    "ddp_timeout": 1800,  # in a collective; the default of `transformers`
+    "peer_timeout": 30,  # without an answer a machine counts as lost
 }
 
 
@@ -207,9 +207,13 @@ def parse_int(
 
 
 def timeout_seconds(name: str) -> int:
-    """The value of one of TIMEOUTS, from its option, or else its default."""
-    variable, default = TIMEOUTS[name]
-    return int(os.environ.get(variable) or default)
+    """The value of one of TIMEOUTS."""
+    return int(os.environ.get(timeout_variable(name)) or TIMEOUTS[name])
+
+
+def timeout_variable(name: str) -> str:
+    """The variable that passes the option to the processes."""
+    return f"TOOLKIT_{name.upper()}"
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from toolkit.utils.timeouts import call_with_timeout
@@ -22,7 +22,6 @@ ERROR_FILE = "TOOLKIT_ERROR_FILE"
 """Set by our launcher: the file in which a process leaves its failure for it to print."""
 RESUME_HINT = "; the same command resumes from the newest checkpoint (--checkpoint_every)"
 _CLOSE_SECONDS = 10.0  # a tracker's server may not answer
-_closing = threading.Lock()
 
 
 @dataclass
@@ -31,6 +30,7 @@ class ExitState:
 
     close: Callable[[], object] | None = None
     """Closes trackers before `os._exit`, which closes nothing."""
+    closing: threading.Lock = field(default_factory=threading.Lock)
     explain: Callable[[Exception], str | None] | None = None
     """Returns the message for an exception; None for a traceback."""
     exit_code: int = 0
@@ -56,7 +56,7 @@ def close_on_failure(close: Callable[[], object] | None = None) -> None:
 
 def close_resources() -> None:
     """Calls the registered `close` once; a second thread that exits waits for the first."""
-    with _closing:
+    with exit_state.closing:
         close, exit_state.close = exit_state.close, None
         if close is not None:
             with contextlib.suppress(Exception):  # the failure has been reported

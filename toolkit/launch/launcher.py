@@ -96,18 +96,23 @@ class Launcher:
     def _make_board(self, attempt: int) -> Board:
         from torch.distributed import PrefixStore
 
-        names = []
-        for machine, host in enumerate(self.met.hosts):
-            first = machine * self.here
-            names.append(name_machine(host, range(first, first + self.here)))
+        names = [name_machine(*machine) for machine in self._machines()]
         store = PrefixStore(f"attempt {attempt}", self.met.store)
         return Board(store, names, self.request.machines.rank, timeout_seconds("peer_timeout"))
+
+    def _machines(self) -> list[tuple[str, list[int]]]:
+        """(host, its ranks) of each."""
+        machines = []
+        for number, host in enumerate(self.met.hosts):
+            first = number * self.here
+            machines.append((host, list(range(first, first + self.here))))
+        return machines
 
     # --- the processes of this machine
 
     def _start(self, variables: dict[str, str], attempt: int) -> None:
         request, self.ranks = self.request, []
-        marker = {**request.marker(), "hosts": self.met.hosts}
+        marker = {**request.marker(), "machines": self._machines()}
         common = {
             **clean_environment(os.environ), **variables,
             environment.MARKER: json.dumps(marker),

@@ -69,10 +69,11 @@ class Request:
     def marker(self) -> dict[str, Any]:
         """For the processes: what was asked for (`environment.launch_request`)."""
         return {
-            "config_file": str(self.config_file), "num_processes": self.processes,
-            "num_machines": self.machines.count, "argv": list(self.argv),
+            "config_file": str(self.config_file),
+            "num_processes": self.processes,
+            "argv": list(self.argv),
             "started": time.strftime("%Y%m%d-%H%M%S"),
-        }  # fmt: skip
+        }
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -111,11 +112,11 @@ def take_options(argv: list[str], module: str | None) -> tuple[list[str], Reques
 
 
 def _set_timeouts(options: argparse.Namespace) -> None:
-    for name, (variable, _) in environment.TIMEOUTS.items():
+    for name in environment.TIMEOUTS:
         value = getattr(options, name)
         if value is not None:
             environment.parse_int(f"--{name} (seconds)", value, minimum=1)
-            os.environ[variable] = value
+            os.environ[environment.timeout_variable(name)] = value
 
 
 def _refuse_other_launch(place: environment.Place, script: str, request: Request) -> None:

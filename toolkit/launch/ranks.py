@@ -44,13 +44,11 @@ def join(place: Place, device: str) -> World:
 
     if exit_state.world is not None:
         return exit_state.world
-    hosts = environment.launch_request().get("hosts")
+    machines = environment.launch_request().get("machines")
     if place.world_size == 1:
         world = World(HashStore())
-    elif hosts:
-        each = place.local_world_size
-        ranks = [list(range(first, first + each)) for first in range(0, place.world_size, each)]
-        world = World(_connect("ranks"), list(zip(hosts, ranks, strict=True)))
+    elif machines:
+        world = World(_connect("ranks"), machines)
     else:
         world = _meet(place, device)
     exit_state.world = world
