@@ -234,7 +234,7 @@ def test_help_lists_all_settings_with_their_docstrings(capsys: pytest.CaptureFix
     assert left.value.code == 0
     listed = re.findall(r"^  --(\w+) ", shown, re.M)
     assert listed == ALL_NAMES
-    assert "  --learning_rate NUMBER      The peak learning rate. [5e-05]" in shown
+    assert "--learning_rate NUMBER The peak learning rate. [5e-05]" in " ".join(shown.split())
 
 
 def test_the_run_contract_names_exist() -> None:

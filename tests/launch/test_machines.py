@@ -1,5 +1,5 @@
-"""Promises: which machine this one is, and why, from options, config file and environment; the first one's address;
-what cannot be decided is an error. A store listens on one address."""
+"""Promises: which machine this one is, and why, from options, config file and environment; the
+first one's address; what cannot be decided is an error. A store listens on one address."""
 
 import ipaddress
 import socket
@@ -75,14 +75,6 @@ def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
     return find_in_file
 
 
-def test_unclear_ranks_are_errors(find: Find) -> None:
-    """The second of three; an unknown name of the first."""
-    assert find({"main_process_ip": FIRST}, own=[FIRST], num_machines=3).rank == 0
-    says = ("--machine_rank", "up to 2 on the others")
-    refusal(find, {"main_process_ip": FIRST}, own=[SECOND], num_machines=3, says=says)
-    refusal(find, {"main_process_ip": "gpu1"}, own=[SECOND], says=["gpu1"])
-
-
 @pytest.mark.parametrize(
     ("options", "env", "config", "own", "rank", "source"),
     [
@@ -113,54 +105,36 @@ def test_source_of_the_rank(
 
 
 @pytest.mark.parametrize(
-    ("options", "env", "source"),
-    [({"machine_rank": "2"}, {}, "--machine_rank"), ({}, {"NODE_RANK": "-1"}, "NODE_RANK"),
-     ({}, {"SLURM_NODEID": "77"}, "SLURM_NODEID")],
-)  # fmt: skip
-def test_rank_out_of_range(
-    find: Find, options: dict[str, str], env: dict[str, str], source: str
-) -> None:
-    says = (
-        f"rank {next(iter({**options, **env}.values()))} ({source})",
-        "mine.yaml",
-        "--machine_rank 0",
-        "up to 1",
-    )
-    refusal(find, {"main_process_ip": FIRST, **options}, env, says=says)
-
-
-def test_placeholder_names_the_file(find: Find, tmp_path: Path) -> None:
-    says = (f"{tmp_path / 'mine.yaml'}: ", PLACEHOLDER, "--main_process_ip")
-    refusal(find, distributed_type="MULTI_GPU", main_process_ip=PLACEHOLDER, says=says)
-
-
-@pytest.mark.parametrize(
-    ("options", "config", "first"),
+    ("options", "env", "config", "says"),
     [
-        ({"main_process_ip": "10.0.1.1"}, {"main_process_ip": "10.0.2.2"}, "10.0.1.1"),
-        ({}, {"main_process_ip": "10.0.2.2"}, "10.0.2.2"),
+        ({}, {}, {"num_machines": 3}, ["--machine_rank", "up to 2"]),  # the second of three?
+        ({"machine_rank": "2"}, {}, {}, ["rank 2 (--machine_rank)", "mine.yaml", "up to 1"]),
+        ({}, {"NODE_RANK": "-1"}, {}, ["rank -1 (NODE_RANK)"]),
+        ({}, {"SLURM_NODEID": "77"}, {}, ["rank 77 (SLURM_NODEID)"]),
+        ({"main_process_ip": "gpu1"}, {}, {}, ["gpu1", "/etc/hosts"]),  # an unknown name
+        ({"main_process_ip": ""}, {}, {"main_process_ip": PLACEHOLDER}, ["mine.yaml", PLACEHOLDER]),
+        ({"machine_rank": "x"}, {}, {}, ["machine_rank", "'x'"]),
+        ({}, {"NODE_RANK": "1.5"}, {}, ["NODE_RANK", "'1.5'"]),
+        ({"main_process_port": "x"}, {}, {}, ["main_process_port", "'x'"]),
     ],
 )
-def test_source_of_the_first_address(
-    find: Find, options: dict[str, str], config: dict[str, Any], first: str
+def test_unclear_machines(
+    find: Find,
+    options: dict[str, str],
+    env: dict[str, str],
+    config: dict[str, object],
+    says: list[str],
 ) -> None:
-    assert find(options, **config).first == first
+    refusal(find, {"main_process_ip": FIRST, **options}, env, [SECOND], says=says, **config)
 
 
-def test_source_of_the_port(find: Find) -> None:
+def test_options_override_the_file(find: Find) -> None:
     address = {"main_process_ip": FIRST}
+    assert find(main_process_ip=SECOND).first == SECOND
+    assert find(address, main_process_ip=SECOND).first == FIRST
     assert find({**address, "main_process_port": "1234"}, main_process_port=4321).port == 1234
     assert find(address, main_process_port=4321).port == 4321
     assert find(address).port == DEFAULT_PORT
-
-
-@pytest.mark.parametrize("garbage", ["x", "1.5"])
-@pytest.mark.parametrize("name", ["machine_rank", "main_process_port", "NODE_RANK", "SLURM_NODEID"])
-def test_invalid_number_names_its_source(find: Find, name: str, garbage: str) -> None:
-    options, env = ({}, {name: garbage}) if name.isupper() else ({name: garbage}, {})
-    refusal(
-        find, {"main_process_ip": FIRST, **options}, env, own=[FIRST], says=[name, repr(garbage)]
-    )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Promises: what follows the script overrides the config file, and starts what both ask for; whatever would be ignored,
-or start another world, is an error."""
+"""Promises: what follows the script overrides the config file, and starts what both ask for;
+whatever would be ignored, or start another world, is an error."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from tests.faults import refusal
 from tests.launch.test_environment import DEEPSPEED, OPEN_MPI, SRUN, TORCHRUN
 from tests.launch.test_machines import ELSEWHERE, FIRST, pretend_network
 from toolkit.launch import environment
-from toolkit.launch.environment import TIMEOUTS, timeout_seconds
+from toolkit.launch.environment import TIMEOUTS, timeout_seconds, timeout_variable
 from toolkit.launch.machines import DEFAULT_PORT, PLACEHOLDER
 from toolkit.launch.options import (
     Request,
@@ -93,82 +93,46 @@ def test_split(argv: str, options: dict[str, Any], rest: str) -> None:
 @pytest.mark.parametrize("path", DEEPSPEED_FILES, ids=by_name)
 def test_deepspeed_files(path: Path) -> None:
     loaded = json.loads(path.read_text())
-    assert loaded["zero_optimization"]["stage"] == int(path.stem[4])
-    assert ("offload_optimizer" in loaded["zero_optimization"]) == ("offload" in path.stem)
-    assert ("offload_param" in loaded["zero_optimization"]) == (path.stem == "zero3_offload")
-    ours = (
-        "gradient_clipping",
-        "gradient_accumulation_steps",
-        "train_micro_batch_size_per_gpu",
-        "train_batch_size",
-    )
-    assert {loaded[name] for name in ours} == {"auto"}
+    zero = loaded["zero_optimization"]
+    assert zero["stage"] == int(path.stem[4])
+    assert ("offload_optimizer" in zero) == ("offload" in path.stem)
+    assert ("offload_param" in zero) == (path.stem == "zero3_offload")
     assert not {"optimizer", "scheduler"} & set(loaded)
-    assert any(
-        f"deepspeed_config_file: ds_configs/{path.name}\n" in config.read_text()
-        for config in CONFIGS
-    )
+    line = f"deepspeed_config_file: ds_configs/{path.name}\n"
+    assert [config for config in CONFIGS if line in config.read_text()]
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in CONFIGS if path not in TWO_MACHINES], ids=by_name
-)
-def test_plan_of_one_machine(path: Path) -> None:
-    assert load_config_from_file(str(path)).num_machines == 1  # accelerate itself accepts it
+@pytest.mark.parametrize("path", CONFIGS, ids=by_name)
+def test_plan_of_each_shipped_file(path: Path) -> None:
+    config = load_config_from_file(str(path))  # accelerate itself accepts it
     assert "mixed_precision" not in yaml.safe_load(path.read_text())  # the hardware decides
-    request = planned(path)
+    options: dict[str, str] = {}
+    machines = 2 if path in TWO_MACHINES else 1
+    if machines == 2:
+        assert (config.main_process_ip, config.main_process_port) == (PLACEHOLDER, DEFAULT_PORT)
+        options = {"main_process_ip": "gpu1", "machine_rank": "1", "num_processes": "16"}
+    request = planned(path, **options)
     assert (request.config_file, request.command()[2:]) == (path, [SCRIPT, "--seed", "3"])
-    assert request.processes == (1 if path.stem == "single" else 2)
-    assert (request.machines.count, request.machines.rank) == (1, 0)
-    assert deepspeed_file_of(request) == (
-        f"{path.stem}.json" if path.stem.startswith("zero") else None
-    )
+    assert (request.machines.count, request.machines.rank) == (machines, machines - 1)
+    assert request.processes == (16 if machines == 2 else 1 if path.stem == "single" else 2)
+    strategy = path.stem.removeprefix("2node").removeprefix("_")
+    uses_deepspeed = strategy.startswith("zero")
+    assert deepspeed_file_of(request) == (f"{strategy}.json" if uses_deepspeed else None)
     env = accelerate_environment(request)
-    assert ("ACCELERATE_USE_DEEPSPEED" in env, "ACCELERATE_USE_FSDP" in env) == (
-        path.stem.startswith("zero"), path.stem == "fsdp2")  # fmt: skip
-
-
-@pytest.mark.parametrize("path", TWO_MACHINES, ids=by_name)
-def test_plan_of_two_machines(path: Path) -> None:
-    config = load_config_from_file(str(path))
-    assert (config.num_machines, config.main_process_ip) == (2, PLACEHOLDER)
-    assert (
-        config.main_process_port == DEFAULT_PORT != 29500
-    )  # the typed `accelerate launch` holds that one
-    left_out = {"num_processes", "machine_rank", "mixed_precision"}
-    assert not left_out & set(yaml.safe_load(path.read_text()))
-    options = {"main_process_ip": "gpu1.cluster", "machine_rank": "1", "num_processes": "16"}
-    request = planned(path, **options, main_process_port="1234")
-    machines = request.machines
-    assert (machines.count, machines.rank, machines.first, machines.port) == (
-        2,
-        1,
-        "gpu1.cluster",
-        1234,
-    )
-    assert request.processes == 16
-    stage = path.stem.partition("_")[2].replace("fsdp2", "")
-    assert deepspeed_file_of(request) == (f"{stage}.json" if stage else None)
-    assert ("ACCELERATE_DEEPSPEED_CONFIG_FILE" in accelerate_environment(request)) == bool(stage)
-
-
-@pytest.mark.parametrize(("devices", "each"), [(0, 1), (8, 8)])
-def test_default_processes_of_two_machines(
-    monkeypatch: pytest.MonkeyPatch, devices: int, each: int
-) -> None:
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
-    assert planned(TWO_MACHINES[0], main_process_ip=FIRST, machine_rank="1").processes == 2 * each
+    assert ("ACCELERATE_USE_DEEPSPEED" in env) == uses_deepspeed
+    assert ("ACCELERATE_USE_FSDP" in env) == (strategy == "fsdp2")
 
 
 @pytest.mark.parametrize(
-    ("kind", "processes"), [("MULTI_GPU", 8), ("DEEPSPEED", 8), ("MULTI_CPU", 1), ("NO", 1)]
+    ("kind", "machines", "processes"),
+    [("MULTI_GPU", 1, 8), ("DEEPSPEED", 2, 16), ("MULTI_CPU", 2, 2), ("NO", 1, 1)],
 )
-def test_default_processes_of_one_machine(
-    monkeypatch: pytest.MonkeyPatch, kind: str, processes: int
+def test_default_processes(
+    kind: str, machines: int, processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
-    options: Any = SimpleNamespace(num_processes=None)
-    assert count_processes(options, {"distributed_type": kind}, Path("mine.yaml"), 1) == processes
+    config, options = {"distributed_type": kind}, split_arguments([])[0]
+    assert count_processes(options, config, Path("mine.yaml"), machines) == processes
 
 
 TWO = {"main_process_ip": FIRST, "machine_rank": "0"}
@@ -240,7 +204,7 @@ def test_clean_environment(outer: dict[str, str]) -> None:
 
 @pytest.fixture
 def _no_variables(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> None:
-    for name in ("NODE_RANK", "SLURM_NODEID", *(variable for variable, _ in TIMEOUTS.values())):
+    for name in ("NODE_RANK", "SLURM_NODEID", *map(timeout_variable, TIMEOUTS)):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -264,33 +228,31 @@ def test_only_local_rank_0_relaunches() -> None:
     assert left.value.code == 0
 
 
-TORCHRUN_8 = {
-    "RANK": "0",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "0",
-    "LOCAL_WORLD_SIZE": "8",
-    "TORCHELASTIC_RUN_ID": "none",
-}
+TORCHRUN_8 = TORCHRUN | {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
+BY_ACCELERATE = TORCHRUN_8 | {"ACCELERATE_USE_CPU": "no"}
+DDP = "--config_file accelerate_configs/ddp.yaml"
+TWO_NODES = "--config_file accelerate_configs/2node.yaml --main_process_ip 10.0.0.1"
 
 
 @pytest.mark.parametrize(
     ("outer", "before", "behind", "says"),
     [
         # a config file for one machine, and several started
-        *((outer, "", "--config_file accelerate_configs/ddp.yaml", "2node.yaml")
-          for outer in (SRUN | {"SLURM_PROCID": "0"}, TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"})),
-        (TORCHRUN_8, "", "--config_file accelerate_configs/zero3.yaml", "--num_processes"),
-        (TORCHRUN_8, "", "--config_file accelerate_configs/ddp.yaml --num_processes 8", ""),
-        (TORCHRUN_8 | {"CROSS_SIZE": "1"}, "", "--config_file accelerate_configs/zero3.yaml", "deepspeed started 8"),
-        (TORCHRUN_8 | {"ACCELERATE_USE_CPU": "no"}, "", "--config_file accelerate_configs/ddp.yaml", ""),
-        # the parent's options
-        *((TORCHRUN_8 | {"ACCELERATE_USE_CPU": "no"}, option, "--config_file accelerate_configs/ddp.yaml",
-           option.partition(" ")[0].partition("=")[0])
-          for option in ("--num_processes 4", "--num-processes=4", "--mixed_precision no", "--use_fsdp")),
-        ({}, "--num_cpu_threads_per_process 2", "--config_file accelerate_configs/ddp.yaml --num_processes 4", ""),
-        ({}, "", "--config_file accelerate_configs/2node.yaml --main_process_ip 10.0.0.1", ""),
+        (SRUN | {"SLURM_PROCID": "0"}, "", DDP, "2node.yaml"),
+        (TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}, "", DDP, "2node.yaml"),
+        # another number of processes
+        (TORCHRUN_8, "", DDP, "--num_processes"),
+        (TORCHRUN_8 | {"CROSS_SIZE": "1"}, "", DDP, "deepspeed started 8"),
+        (TORCHRUN_8, "", f"{DDP} --num_processes 8", ""),
+        (BY_ACCELERATE, "", DDP, ""),  # its default
+        # options that the config file after the script replaces
+        (BY_ACCELERATE, "--num-processes=4", DDP, "--num-processes"),
+        (BY_ACCELERATE, "--mixed_precision no", DDP, "--mixed_precision"),
+        (BY_ACCELERATE, "--use_fsdp", DDP, "--use_fsdp"),
+        ({}, "--num_cpu_threads_per_process 2", f"{DDP} --num_processes 4", ""),
+        ({}, "", TWO_NODES, ""),
     ],
-)  # fmt: skip
+)
 @pytest.mark.usefixtures("_no_variables")
 def test_what_would_have_no_effect(
     monkeypatch: pytest.MonkeyPatch, outer: dict[str, str], before: str, behind: str, says: str
@@ -309,26 +271,24 @@ def test_what_would_have_no_effect(
 
 @pytest.mark.parametrize(
     ("argument", "match"),
-    [("--max_restarts", "expected one argument"),
-     *((f"--{option}", "add --config_file")  # launch options without one
-       for option in ("num_processes=2", "max_restarts=1", "machine_rank=0")),
-     *((f"--{name}={seconds}", seconds) for name in TIMEOUTS for seconds in ("0", "x"))],
-)  # fmt: skip
-@pytest.mark.usefixtures("_no_variables")
-def test_refused_before_a_launch(argument: str, match: str) -> None:
-    refusal(
-        take_options, [SCRIPT, argument], None, match=rf"{argument[2:].partition('=')[0]}.*{match}"
-    )
-
-
-@pytest.mark.parametrize(
-    ("option", "usual"), [("rendezvous_timeout", 60), ("ddp_timeout", 1800), ("peer_timeout", 30)]
+    [
+        ("--max_restarts", "expected one argument"),
+        ("--num_processes=2", "add --config_file"),
+        ("--machine_rank=0", "add --config_file"),
+        ("--rendezvous_timeout=0", "0"),
+        ("--ddp_timeout=x", "x"),
+    ],
 )
 @pytest.mark.usefixtures("_no_variables")
-def test_timeouts_reach_the_processes(option: str, usual: int) -> None:
-    assert timeout_seconds(option) == usual
-    assert take_options([SCRIPT, f"--{option}", "77", "--seed", "3"], None) == (
-        [SCRIPT, "--seed", "3"],
-        None,
-    )
+def test_refused_before_a_launch(argument: str, match: str) -> None:
+    name = argument[2:].partition("=")[0]
+    refusal(take_options, [SCRIPT, argument], None, match=rf"{name}.*{match}")
+
+
+@pytest.mark.parametrize("option", TIMEOUTS)
+@pytest.mark.usefixtures("_no_variables")
+def test_timeouts_reach_the_processes(option: str) -> None:
+    assert timeout_seconds(option) == TIMEOUTS[option]
+    words = [SCRIPT, f"--{option}", "77", "--seed", "3"]
+    assert take_options(words, None) == ([SCRIPT, "--seed", "3"], None)
     assert timeout_seconds(option) == 77

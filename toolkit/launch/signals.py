@@ -11,15 +11,13 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from toolkit.launch.exit_state import exit_state
+
 INTERRUPTED = 128 + signal.SIGINT
 """The exit code after Ctrl-C."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # torchrun forwards a terminal's Ctrl-C to ranks that already got it: in this time it is the same
 _REPEAT_SECONDS = 3.0
-
-# A global: a process has one handler per signal, and an evaluation during training stops on the
-# same signal.
-current: StopSignals | None = None
 
 
 class StopRequested(Exception):  # noqa: N818
@@ -32,7 +30,8 @@ class StopRequested(Exception):  # noqa: N818
 
 def stop_requested() -> int:
     """The number of a stop signal that this process has received and not yet handled; 0: none."""
-    return current.requested if current else 0
+    signals = exit_state.signals
+    return signals.requested if signals else 0
 
 
 def install_handler(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
@@ -57,15 +56,13 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        global current
-        current = self
+        exit_state.signals = self
         if threading.current_thread() is threading.main_thread():  # others cannot set handlers
             self._before = install_handler(self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        global current
-        current = None
+        exit_state.signals = None
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
