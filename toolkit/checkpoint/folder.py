@@ -18,7 +18,7 @@ import torch
 import xxhash
 from safetensors import safe_open
 
-from toolkit.checkpoint.safetensors_writer import DTYPE_NAMES, SafetensorsWriter, Shapes
+from toolkit.checkpoint.safetensors_writer import DTYPES_BY_NAME, SafetensorsWriter, Shapes
 from toolkit.checkpoint.state import LiveState, keys_by_parameter
 from toolkit.errors import Faults, UserError, listing
 from toolkit.utils.cache import digest_of_file
@@ -34,7 +34,6 @@ from toolkit.utils.files import (
 STATE_FILE = "state.json"
 WEIGHTS_FILE, OPTIMIZER_FILE = "weights.safetensors", "optimizer.safetensors"
 FORMAT = 2
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -206,7 +205,7 @@ class TensorFile:
             self._file = safe_open(path, "pt")
             for name in list(self._file.keys()):
                 part = self._file.get_slice(name)
-                shapes[name] = (_DTYPES[part.get_dtype()], tuple(part.get_shape()))
+                shapes[name] = (DTYPES_BY_NAME[part.get_dtype()], tuple(part.get_shape()))
         self.shapes: Shapes = live.broadcast(shapes)
         """Of its tensors, on all ranks."""
 

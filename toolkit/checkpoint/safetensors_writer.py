@@ -34,6 +34,11 @@ DTYPE_NAMES = {
 }
 """The format's name of each dtype that a checkpoint may hold."""
 
+DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What weights may be saved in, by the names of the settings."""
+
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Name -> dtype and shape of a tensor to write."""
 
@@ -107,6 +112,16 @@ def file_order(shapes: Shapes) -> list[str]:
     """The names in the order in which a file holds them; the same on every rank that knows the same
     shapes."""
     return sorted(shapes, key=lambda name: (-shapes[name][0].itemsize, name))
+
+
+def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In `dtype` if it is floating. Raises UserError if a number becomes infinite."""
+    if not tensor.is_floating_point():
+        return tensor
+    changed = tensor.to(dtype)
+    if dtype == torch.float16 and not torch.equal(changed.isinf(), tensor.isinf()):
+        raise UserError(f"{name} has a number that is infinite in fp16: use bf16")
+    return changed
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

@@ -26,7 +26,7 @@ from accelerate.utils import (
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from toolkit.checkpoint.model_folder import DTYPES
+from toolkit.checkpoint.safetensors_writer import DTYPES
 from toolkit.checkpoint.strategies import live_state
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
