@@ -129,8 +129,8 @@ def test_several_models_in_a_file(state: State, trained: Any, config: Path, tmp_
     beside = lightning(under("net.", state) | {"loss.weight": torch.ones(3)}, trained[1])
     torch.save(beside, tmp_path / "a.ckpt")
     for file in ("ema.pt", "a.ckpt"):
-        options = {"config_from": config, "lines": 3}
-        refusal(toolkit.convert, tmp_path / file, tmp_path / "x", match="--prefix", **options)
+        source = tmp_path / file
+        refusal(toolkit.convert, source, tmp_path / "x", config_from=config, match="--prefix")
     refusal(toolkit.convert, tmp_path / "a.ckpt", tmp_path / "x", prefix="nett", says=["net.bert"])
     for prefix, file in {"ema": "ema.pt", "model.": "ema.pt", "net": "a.ckpt"}.items():
         toolkit.convert(tmp_path / file, tmp_path / prefix, config_from=config, prefix=prefix)

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -73,27 +72,17 @@ class SafetensorsWriter:
         finally:
             self._file.close()
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Appends the next tensor. Raises ValueError if it is not the one that the header
-        announces."""
-        shape = tuple(self._shapes[name][1])
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"expected {name} of shape {shape}, got {tuple(tensor.shape)}")
-        self.write_pieces(name, [tensor])
-
-    def write_pieces(self, name: str, pieces: Iterable[torch.Tensor]) -> None:
-        """Appends the next tensor, whose elements come in consecutive pieces. Raises ValueError if
+    def write(self, name: str, *pieces: torch.Tensor) -> None:
+        """Appends the next tensor, whole or in pieces of consecutive elements. Raises ValueError if
         it is not the one that the header announces."""
         expected = self.names[self._written]
         dtype, shape = self._shapes[expected]
-        missing = math.prod(shape)
+        if name != expected or sum(piece.numel() for piece in pieces) != math.prod(shape):
+            raise ValueError(f"expected {expected} of shape {list(shape)}, got {name}")
         for piece in pieces:
-            if name != expected or piece.dtype != dtype:
-                raise ValueError(f"expected {expected} ({dtype}), got {name} ({piece.dtype})")
+            if piece.dtype != dtype:
+                raise ValueError(f"expected {name} in {dtype}, got {piece.dtype}")
             self._append(tensor_bytes(piece))
-            missing -= piece.numel()
-        if missing:
-            raise ValueError(f"{name} lacks {missing:,} elements of {list(shape)}")
         self._written += 1
 
     def _append(self, content: bytes | memoryview) -> None:

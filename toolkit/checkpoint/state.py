@@ -254,25 +254,34 @@ class LiveState:
         """Replaces the optimizer's state by that of a checkpoint: numbers with their values,
         tensors to be filled by `scatter`. `saved`: the shapes by `KEY.NAME`; `numbers`: the values
         of those without dimensions."""
-        keys = keys_by_parameter(saved)
+        keys = dict.fromkeys(entry.partition(".")[0] for entry in saved)
         for master, names in self.optimizer_tensors():
-            self.optimizer.state.pop(master, None)
-            with_state = [name for name in names if name in keys]
-            if not with_state:
-                continue
             state = {}
-            name = with_state[0]  # the others have the same keys and numbers
-            for key in keys[name]:
-                entry = f"{key}.{name}"
-                dtype, shape = saved[entry]
-                if entry in numbers:
-                    state[key] = self._number(key, numbers[entry], dtype, master.device)
-                elif shape == self._full_shapes[name]:
-                    dtype = master.dtype if dtype.is_floating_point else dtype
-                    state[key] = torch.zeros_like(master.data, dtype=dtype)
-                else:
-                    state[key] = torch.zeros(shape, dtype=dtype, device=master.device)
-            self.optimizer.state[master] = state
+            for key in keys:
+                with_state = [name for name in names if f"{key}.{name}" in saved]
+                if with_state:  # all of them have the same number
+                    state[key] = self._moment(master, key, with_state[0], saved, numbers)
+            self.optimizer.state.pop(master, None)
+            if state:
+                self.optimizer.state[master] = state
+
+    def _moment(
+        self,
+        master: torch.Tensor,
+        key: str,
+        name: str,
+        saved: Shapes,
+        numbers: Mapping[str, Any],
+    ) -> Any:
+        entry = f"{key}.{name}"
+        dtype, shape = saved[entry]
+        if entry in numbers:
+            return self._number(key, numbers[entry], dtype, master.device)
+        if shape != self._full_shapes[name]:
+            return torch.zeros(shape, dtype=dtype, device=master.device)
+        if dtype.is_floating_point:
+            dtype = master.dtype
+        return torch.zeros_like(master.data, dtype=dtype)
 
     def _number(self, key: str, value: Any, dtype: torch.dtype, device: torch.device) -> Any:
         """The number as the optimizer stores it: torch's in a float32 tensor, others in Python."""
@@ -295,15 +304,6 @@ class LiveState:
 
     def after_loading(self) -> None:
         """Collective: copies the masters into the model's weights."""
-
-
-def keys_by_parameter(entries: Iterable[str]) -> dict[str, list[str]]:
-    """Parameter -> the keys of its optimizer state, of entries `KEY.NAME`."""
-    keys: dict[str, list[str]] = {}
-    for entry in entries:
-        key, _, name = entry.partition(".")
-        keys.setdefault(name, []).append(key)
-    return keys
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

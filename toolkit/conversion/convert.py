@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from toolkit.checkpoint.safetensors_writer import DTYPES
 from toolkit.conversion import lora, write
@@ -14,7 +13,7 @@ from toolkit.conversion.model_class import CONFIG, ModelClass, model_class
 from toolkit.conversion.open import open_checkpoint
 from toolkit.conversion.stored import Check, Checkpoint, Stored
 from toolkit.errors import UserError
-from toolkit.utils.files import explain_write_errors, read_table, replace_folder
+from toolkit.utils.files import explain_write_errors, replace_folder
 
 
 @dataclass(frozen=True)
@@ -42,51 +41,46 @@ def convert(checkpoint: Path, out: Path, settings: ConvertSettings) -> list[str]
     base = None
     if settings.base_model is not None:
         base = open_checkpoint(settings.base_model)
-    folder = _config_folder(opened, settings)
-    config: dict[str, Any] = {}
-    if folder is not None:
-        config = read_table(folder / CONFIG, {})
-    tensors, line = _tensors(opened, base, folder, config, settings)
+    own = (opened.model_folder, opened.path, opened.path.parent)
+    folder = _find_folder(CONFIG, settings.config_from, *own, settings.base_model)
+    model, line = _promised_class(folder, opened)
+    tensors = dict(opened.tensors)
+    if model is not None:
+        tensors = _model_tensors(opened, base, model)
+        if lora.is_adapted(opened):
+            adapter = _find_folder(lora.ADAPTER_CONFIG, *own, settings.config_from)
+            tensors |= lora.merged_layers(opened, adapter, model, tensors)
     _run([*opened.checks, *(base.checks if base else ())])
     dtype = DTYPES[settings.dtype]
     with explain_write_errors(out), replace_folder(out) as draft:
         size = write.write_tensors(draft / "model.safetensors", tensors, dtype)
         if folder is not None:
-            write.write_config(draft, config, dtype)
-            write.copy_files(folder, draft)
+            write.copy_files(folder, draft, dtype)
     step = f" from step {opened.step}" if opened.step is not None else ""
     return [line, f"wrote {out}{step}: {size} of {settings.dtype}"]
 
 
-def _config_folder(opened: Checkpoint, settings: ConvertSettings) -> Path | None:
-    for folder in (settings.config_from, opened.model_folder, settings.base_model):
-        if folder is not None and (folder / CONFIG).is_file():
+def _find_folder(file: str, *folders: Path | None) -> Path | None:
+    """The first folder with this file."""
+    for folder in folders:
+        if folder is not None and (folder / file).is_file():
             return folder
     return None
 
 
-def _tensors(
-    opened: Checkpoint,
-    base: Checkpoint | None,
-    folder: Path | None,
-    config: Mapping[str, Any],
-    settings: ConvertSettings,
-) -> tuple[dict[str, Stored], str]:
-    """What is written, and a line for the user."""
+def _promised_class(folder: Path | None, opened: Checkpoint) -> tuple[ModelClass | None, str]:
+    """The class in the folder's config, and a line for the user. Raises UserError if there is none
+    and it is needed."""
     model = None
     line = f"weights only: {opened.path} has no config; pass a folder with one as --config_from"
     if folder is not None:
-        model = model_class(config, folder / CONFIG)
+        model = model_class(folder / CONFIG)
         line = f"not compared with {folder / CONFIG}: its class is not in transformers"
-    if model is None:
-        if lora.is_adapted(opened) or opened.base_model:
-            raise UserError(f"{line}, and {opened.path} has only a part of the weights")
-        return dict(opened.tensors), line
-    tensors = _model_tensors(opened, base, model)
-    if lora.is_adapted(opened):
-        adapter = lora.adapter_folder(opened, settings.config_from)
-        tensors |= lora.merged_layers(opened, adapter, model, tensors)
-    return tensors, f"the {len(tensors)} names and shapes are those of {model.promise}"
+    if model is not None:
+        line = f"the names and shapes are those of {model.promise}"
+    elif lora.is_adapted(opened) or opened.base_model:
+        raise UserError(f"{line}, and {opened.path} has only a part of the weights")
+    return model, line
 
 
 def _model_tensors(

@@ -66,30 +66,26 @@ def open_deepspeed(path: Path, folder: Path) -> Checkpoint:
     trained: dict[str, Stored] = {}
     for number, shapes in enumerate(first.get("param_shapes") or []):
         trained |= split(ranks, number, shapes)
-    checks: list[Check] = [functools.partial(_check_copies, folder, first["module"], trained)]
+    checks: list[Check] = []
     for rank in ranks:
         checks.append(functools.partial(check_tensors, rank.path, rank.masters))
     for file, content in models.items():
         tensors = [tensor for _, tensor in flattened((), content)]
         checks.append(functools.partial(check_tensors, file, tensors))
-    named = _named_tensors(list(models.values()), trained, stage3)
+    checks.append(functools.partial(_check_copies, folder, first["module"], trained))
+    named = _named_tensors(list(models.values()), trained)
     return Checkpoint(path, named, step=first["global_steps"], checks=tuple(checks))
 
 
-def _named_tensors(
-    models: Sequence[Any],
-    trained: Mapping[str, Stored],
-    stage3: bool,
-) -> dict[str, Stored]:
+def _named_tensors(models: Sequence[Any], trained: Mapping[str, Stored]) -> dict[str, Stored]:
     """Parameters and buffers; tied ones are one object."""
     first = models[0]
     tensors = {**trained, **_frozen(models)}
     # buffers, under stage 0 all parameters, under stage 1 the frozen ones; stage 3 leaves
     # parameters empty there
-    buffers = first.get("buffer_names") or ()
     others = {}
     for name, tensor in first["module"].items():
-        if name not in tensors and (name in buffers or not stage3):
+        if name not in tensors and tensor.numel():
             others[name] = tensor
     for one, other in (first.get("shared_params") or {}).items():
         if one in tensors:
@@ -133,16 +129,15 @@ class _Rank:
         state = load(path)["optimizer_state_dict"]
         masters = "fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"
         if masters not in state:
-            raise _mixed(path, "the ZeRO stages")
+            raise _mixed(path)
         self.path = path
         self.masters: list[torch.Tensor] = state[masters]
         """By group: the flat fp32 elements of this rank."""
         self.gaps = state.get("param_alignment_paddings")
         """By group and parameter: elements between it and the next one."""
-        self.facts = {
-            "the numbers of ranks": state.get("partition_count"),
-            "the steps": set(_steps(state)),
-        }
+        self.layout = state.get("partition_count")
+        """The number of ranks, by group."""
+        self.steps = set(_steps(state))
 
 
 def _steps(state: Any) -> Iterator[float]:
@@ -175,13 +170,15 @@ def _load(folder: Path, stage3: bool) -> tuple[dict[Path, Any], list[_Rank]]:
     _require_files(folder, [*model_names, *optimizer_names])
     models = {folder / name: load(folder / name) for name in model_names}
     optimizers = [_Rank(folder / name, stage3) for name in optimizer_names]
-    _require_same({path: {key: model.get(key) for key in _SAME} for path, model in models.items()})
-    _require_same({rank.path: rank.facts for rank in optimizers})
+    for path, model in models.items():
+        if any(model.get(key) != first.get(key) for key in _SAME):
+            raise _mixed(path)
     for rank in optimizers:
+        is_later = max(rank.steps, default=0) > first["global_steps"]
+        if is_later or rank.layout != optimizers[0].layout or rank.steps != optimizers[0].steps:
+            raise _mixed(rank.path)
         if len(rank.masters) != len(first["param_shapes"]):
-            raise _mixed(rank.path, "the numbers of groups")
-        if max(rank.facts["the steps"], default=0) > first["global_steps"]:
-            raise _mixed(rank.path, "the steps")
+            raise _mixed(rank.path)
     return models, optimizers
 
 
@@ -203,17 +200,9 @@ def _require_files(folder: Path, expected: Sequence[str]) -> None:
         )
 
 
-def _require_same(facts: Mapping[Path, Mapping[str, Any]]) -> None:
-    """Raises UserError naming the first file of which a fact is not that of the first file."""
-    for path, values in facts.items():
-        for what, expected in next(iter(facts.values())).items():
-            if values[what] != expected:
-                raise _mixed(path, what)
-
-
-def _mixed(path: Path, what: str) -> UserError:
-    fault = f"of another save than the files beside it: {what} differ"
-    return UserError(f"{path} is {fault}; copy the checkpoint again, or take another")
+def _mixed(path: Path) -> UserError:
+    fault = "is of another save than the files beside it"
+    return UserError(f"{path} {fault}; copy the checkpoint again, or take another")
 
 
 def _split_buffer(ranks: Sequence[_Rank], number: int, shapes: Shapes) -> dict[str, Stored]:
@@ -228,7 +217,7 @@ def _split_buffer(ranks: Sequence[_Rank], number: int, shapes: Shapes) -> dict[s
         start += shape.numel() + gap
     total = sum(master.numel() for master in masters)
     if not start <= total < start + 2 * len(ranks):  # padded to a multiple of 2 x ranks
-        raise _mixed(ranks[0].path, f"the elements of group {number} ({total:,} and {start:,})")
+        raise _mixed(ranks[0].path)
     return parameters
 
 
@@ -243,7 +232,7 @@ def _split_stage3(ranks: Sequence[_Rank], number: int, shapes: Shapes) -> dict[s
         start += size
     for rank in ranks:
         if rank.masters[number].numel() != start:
-            raise _mixed(rank.path, f"the elements of sub-group {number} (or NVMe has them)")
+            raise _mixed(rank.path)
     return parameters
 
 

@@ -37,15 +37,6 @@ def is_adapted(checkpoint: Checkpoint) -> bool:
     return any(".lora_" in name or name.startswith(PREFIX) for name in checkpoint.tensors)
 
 
-def adapter_folder(checkpoint: Checkpoint, config_from: Path | None) -> Path:
-    """The folder with the adapter's config. Raises UserError if there is none."""
-    for folder in (checkpoint.path, checkpoint.model_folder, config_from):
-        if folder is not None and (folder / ADAPTER_CONFIG).is_file():
-            return folder
-    remedy = "pass the folder that has it as --config_from"
-    raise UserError(f"{checkpoint.path} has no {ADAPTER_CONFIG}: {remedy}")
-
-
 def _saved_name(name: str) -> str:
     """peft's name in a file of a live model's parameter."""
     name = re.sub(r"(\.lora_\w+)\.default\b", r"\1", name.replace(_TRAINED_HEAD, "."))
@@ -56,7 +47,8 @@ def without_lora(checkpoint: Checkpoint) -> Checkpoint:
     """What the merged model has of a live model or an adapter's file, by the base model's names."""
     names = {}
     for name in checkpoint.tensors:
-        if ".lora_" not in name and ".original_module." not in name:
+        is_other_head = re.search(r"\.original_module\.|\.modules_to_save\.(?!default\.)", name)
+        if ".lora_" not in name and not is_other_head:
             plain = name.removeprefix(PREFIX).replace(".base_layer.", ".")
             names[name] = plain.replace(_TRAINED_HEAD, ".")
     return checkpoint.renamed(names)
@@ -64,7 +56,7 @@ def without_lora(checkpoint: Checkpoint) -> Checkpoint:
 
 def merged_layers(
     checkpoint: Checkpoint,
-    folder: Path,
+    folder: Path | None,
     model: ModelClass,
     weights: Mapping[str, Stored],
 ) -> dict[str, Stored]:
@@ -73,6 +65,9 @@ def merged_layers(
     `folder`: of the adapter's config. `weights`: the model's without LoRA, by the class's names.
     Raises UserError if the checkpoint does not have the parameters that the config promises.
     """
+    if folder is None:
+        remedy = "pass the folder that has it as --config_from"
+        raise UserError(f"{checkpoint.path} has no {ADAPTER_CONFIG}: {remedy}")
     added = {}
     for name, tensor in checkpoint.tensors.items():
         if ".lora_" in name:

@@ -12,22 +12,24 @@ import torch
 
 from toolkit.conversion.stored import Checkpoint, Stored
 from toolkit.errors import Faults, UserError, first_line, listing
+from toolkit.utils.files import read_table
 
 CONFIG = "config.json"
 # of BERT's first checkpoints, such as bert-base-chinese; `from_pretrained` renames them, too
 _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
-def model_class(config: Mapping[str, Any], path: Path) -> ModelClass | None:
-    """None for a class that is not of transformers. Raises UserError for a config that it cannot
-    build."""
+def model_class(path: Path) -> ModelClass | None:
+    """None if the config's class is not of transformers. Raises UserError for a config that it
+    cannot build."""
     import transformers
 
+    config = read_table(path, {})
     kind = getattr(transformers, (config.get("architectures") or [""])[0], None)
     if kind is None or config.get("model_type") not in transformers.CONFIG_MAPPING:
         return None
     try:
-        settings = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+        settings = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
         with torch.device("meta"):
             return ModelClass(kind(settings), path)
     except Exception as error:
@@ -64,7 +66,7 @@ class ModelClass:
         `model.` of a LightningModule, say."""
         names = {name: self._known_name(name) for name in checkpoint.tensors}
         if not self.shapes.keys() & names.values():
-            names = {name: self._known_name(name.partition(".")[2]) for name in names}
+            names = {name: self._known_name(name.partition(".")[2] or name) for name in names}
         return self._untied(dict(checkpoint.renamed(names).tensors))
 
     def _known_name(self, name: str) -> str:

@@ -13,7 +13,6 @@ from safetensors import SafetensorError, safe_open
 
 from toolkit.checkpoint.safetensors_writer import DTYPES_BY_NAME
 from toolkit.conversion.deepspeed import find_tag_folder, is_tag_folder, open_deepspeed
-from toolkit.conversion.model_class import CONFIG
 from toolkit.conversion.stored import Check, Checkpoint, Stored
 from toolkit.conversion.torch_files import open_torch_file
 from toolkit.errors import UserError, listing
@@ -44,14 +43,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
         UserError: `path` is none of these, or a file is missing, damaged, of another save, or would
             execute code.
     """
-    checkpoint = _open(path)
-    for folder in (path, path.parent):
-        if checkpoint.model_folder is None and (folder / CONFIG).is_file():
-            return replace(checkpoint, model_folder=folder)
-    return checkpoint
-
-
-def _open(path: Path) -> Checkpoint:
     if not path.exists():
         raise UserError(f"{path} does not exist; expected {_EXPECTED}")
     if path.is_file():

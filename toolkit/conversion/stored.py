@@ -55,7 +55,9 @@ class Checkpoint:
         one."""
         tensors = {new: self.tensors[old] for old, new in names.items()}
         if len(tensors) < len(names):
-            raise UserError(f"{self.path} has tensors that would get the same name")
+            raise UserError(
+                f"{self.path} has tensors that would get the same name; for a part: --prefix NAME"
+            )
         return replace(self, tensors=tensors)
 
     def select(self, prefix: str) -> Checkpoint:

@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,7 +13,7 @@ from toolkit.checkpoint.safetensors_writer import SafetensorsWriter, cast
 from toolkit.conversion.model_class import CONFIG
 from toolkit.conversion.stored import Stored
 from toolkit.errors import size_text
-from toolkit.utils.files import write_new
+from toolkit.utils.files import read_table, write_new
 
 # what belongs to a model beside its weights and config
 _FILES = (
@@ -33,18 +32,16 @@ def write_tensors(path: Path, tensors: Mapping[str, Stored], dtype: torch.dtype)
     with SafetensorsWriter(path, shapes) as file:
         for name in file.names:
             pieces = tensors[name].pieces()
-            file.write_pieces(name, (cast(name, piece, dtype) for piece in pieces))
+            file.write(name, *(cast(name, piece, dtype) for piece in pieces))
     return size_text(path.stat().st_size)
 
 
-def write_config(folder: Path, config: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """With the dtype of the weights, in which `from_pretrained` loads them."""
-    content = {**config, "dtype": str(dtype).removeprefix("torch.")}
-    content.pop("torch_dtype", None)
-    write_new(folder / CONFIG, json.dumps(content, ensure_ascii=False, indent=2) + "\n")
-
-
-def copy_files(source: Path, folder: Path) -> None:
-    """Copies the tokenizer and what else belongs to a model."""
+def copy_files(source: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Copies the tokenizer and what else belongs to a model, and its config, with the dtype of the
+    weights, in which `from_pretrained` loads them."""
     for path in {path for pattern in _FILES for path in source.glob(pattern)}:
         shutil.copyfile(path, folder / path.name)
+    config = read_table(source / CONFIG, {})
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    write_new(folder / CONFIG, json.dumps(config, ensure_ascii=False, indent=2) + "\n")
