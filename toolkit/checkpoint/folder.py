@@ -5,6 +5,7 @@ whole."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -17,13 +18,12 @@ import torch
 import xxhash
 from safetensors import safe_open
 
-from toolkit.checkpoint.safetensors_writer import DTYPES_BY_NAME, SafetensorsWriter, Shapes
+from toolkit.checkpoint.safetensors_writer import DTYPES_BY_NAME, Shapes, write_safetensors
 from toolkit.checkpoint.state import LiveState
 from toolkit.errors import Faults, UserError, listing
 from toolkit.utils.cache import digest_of_file
 from toolkit.utils.files import (
     draft_path,
-    flush_path,
     read_table,
     replace_file,
     replace_folder,
@@ -58,14 +58,12 @@ def save(
     order of each file (`file_order`). `facts`: the entries of state.json. `write_others`: writes
     all other files into the folder that it gets. Raises OSError, and leaves an earlier checkpoint
     of that name untouched."""
-    remaining = iter(tensors)
+    pieces = ([tensor] for tensor in tensors)
     digests: dict[str, str] = {}
     with replace_folder(folder, overwrite=True) as draft:
         for file_name, shapes in tables.items():
-            with SafetensorsWriter(draft / file_name, shapes) as file:
-                for name in file.names:
-                    file.write(name, next(remaining))
-            digests[file_name] = file.digest
+            of_file = itertools.islice(pieces, len(shapes))
+            digests[file_name] = write_safetensors(draft / file_name, shapes, of_file)
         write_others(draft)
         for path in sorted(draft.rglob("*")):
             name = path.relative_to(draft).as_posix()
@@ -166,7 +164,6 @@ def remove(folder: Path) -> None:
         return
     draft = draft_path(folder)
     folder.rename(draft)
-    flush_path(folder.parent)
     shutil.rmtree(draft, ignore_errors=True)
 
 
@@ -178,8 +175,6 @@ def load(folder: Path, live: LiveState, state: Mapping[str, Any]) -> None:
     optimizer = TensorFile(folder / OPTIMIZER_FILE, live)
     _check_model(folder, live, state, weights.shapes)
     _check_optimizer(folder, live, state["optimizer"])
-    if live.sharded:
-        _check_shardable(folder, live, weights.shapes, optimizer.numbers)
     live.before_loading()
     live.scatter(weights.shapes, live.weights(), weights.read)
     live.create_moments(optimizer.shapes, optimizer.numbers)
@@ -244,23 +239,3 @@ def _check_optimizer(folder: Path, live: LiveState, saved: Mapping[str, Any]) ->
     if any(groups) and len(groups) != count:
         fault = f"{current} had {len(groups)} parameter groups, and has {count} in this run"
         raise UserError(f"{folder}: {fault}: {remedy}")
-
-
-def _check_shardable(
-    folder: Path,
-    live: LiveState,
-    weights: Shapes,
-    numbers: Mapping[str, Any],
-) -> None:
-    """Equal numbers (steps, say) in parameters that ZeRO flattens together."""
-    states: dict[str, dict[str, Any]] = {}
-    for entry, value in numbers.items():
-        key, _, name = entry.partition(".")
-        states.setdefault(name, {})[key] = value
-    for _, names in live.optimizer_tensors():
-        filled = [name for name in names if name in weights and 0 not in weights[name][1]]
-        for name in filled[1:]:
-            if states.get(name) != states.get(filled[0]):
-                fault = f"{filled[0]} and {name} differ in their optimizer state"
-                remedy = "resume with one process or DDP"
-                raise UserError(f"{folder}: {fault}, and ZeRO has one for both: {remedy}")

@@ -25,7 +25,12 @@ from accelerate import Accelerator
 
 from toolkit.checkpoint.folder import TensorFile
 from toolkit.checkpoint.parameters import tied_names
-from toolkit.checkpoint.safetensors_writer import DTYPES, SafetensorsWriter, cast, file_order
+from toolkit.checkpoint.safetensors_writer import (
+    DTYPES,
+    cast,
+    file_order,
+    write_in_dtype,
+)
 from toolkit.checkpoint.state import LiveState
 from toolkit.checkpoint.strategies import live_state
 from toolkit.errors import UserError, listing
@@ -77,14 +82,12 @@ def save_model(
 
 
 def _gather_weights(live: LiveState) -> dict[str, torch.Tensor]:
-    """The whole state dict in rank 0's host memory; empty on other ranks. Collective."""
-    shapes, state = live.weight_shapes(), {}
-    for name, tensor in zip(file_order(shapes), live.gather(shapes, live.weights()), strict=True):
-        if live.rank == 0:
-            state[name] = tensor.cpu()
-    if live.rank == 0:
-        for other, name in tied_names(live.module).items():
-            state[other] = state[name]
+    """The whole state dict in rank 0's host memory; without numbers on other ranks. Collective."""
+    shapes = live.weight_shapes()
+    tensors = live.gather(shapes, live.weights())
+    state = {name: next(tensors).cpu() for name in file_order(shapes)}
+    for other, name in tied_names(live.module).items():
+        state[other] = state[name]
     return state
 
 
@@ -112,23 +115,17 @@ def _write_adapter(
     folder: Path,
     dtype: torch.dtype,
 ) -> None:
-    adapter = {_saved_name(name): state[name] for name in _trained(module)}
+    adapter = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            adapter[_saved_name(name)] = state[name]
     _write_tensors(adapter, folder / _ADAPTER_FILE, dtype)
     write_adapter_config(module, folder)
 
 
-def _trained(module: torch.nn.Module) -> list[str]:
-    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-
-
 def _write_tensors(state: Mapping[str, torch.Tensor], path: Path, dtype: torch.dtype) -> None:
-    shapes = {}
-    for name, tensor in state.items():
-        file_dtype = dtype if tensor.is_floating_point() else tensor.dtype
-        shapes[name] = (file_dtype, tuple(tensor.shape))
-    with SafetensorsWriter(path, shapes) as file:
-        for name in file.names:
-            file.write(name, cast(name, state[name], dtype))
+    shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
+    write_in_dtype(path, shapes, dtype, lambda name: [state[name]])
 
 
 def write_config_files(
@@ -187,7 +184,7 @@ def check_adapter(model: torch.nn.Module) -> None:
     config = lora_config(model)
     factors = [name for name, _ in model.named_parameters() if ".lora_" in name]
     is_plain = all(name.endswith((_LORA_A, _LORA_B)) for name in factors)
-    if not config or len(configs) > 1 or config.peft_type != "LORA" or not is_plain:
+    if not config or config.peft_type != "LORA" or not is_plain:
         raise UserError(
             "of peft's adapters only LoRA of linear layers can be saved, made by "
             "`peft.get_peft_model(model, config)` under its default name: pass --lora_r, or merge "

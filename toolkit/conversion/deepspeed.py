@@ -135,8 +135,6 @@ class _Rank:
         """By group: the flat fp32 elements of this rank."""
         self.gaps = state.get("param_alignment_paddings")
         """By group and parameter: elements between it and the next one."""
-        self.layout = state.get("partition_count")
-        """The number of ranks, by group."""
         self.steps = set(_steps(state))
 
 
@@ -175,7 +173,7 @@ def _load(folder: Path, stage3: bool) -> tuple[dict[Path, Any], list[_Rank]]:
             raise _mixed(path)
     for rank in optimizers:
         is_later = max(rank.steps, default=0) > first["global_steps"]
-        if is_later or rank.layout != optimizers[0].layout or rank.steps != optimizers[0].steps:
+        if is_later or rank.steps != optimizers[0].steps:
             raise _mixed(rank.path)
         if len(rank.masters) != len(first["param_shapes"]):
             raise _mixed(rank.path)

@@ -55,14 +55,10 @@ def open_distributed(path: Path, folder: Path) -> Checkpoint:
     except Exception as error:
         fault = first_line(error)
         raise UserError(f"{list_file} is damaged: {fault}; copy it again") from None
-    tensors = model_states(places, _is_weight)
+    tensors = model_states(places)
     if not tensors:
         raise UserError(f"{list_file} lists no tensors of a model")
     return Checkpoint(path, tensors)
-
-
-def _is_weight(tensor: Stored) -> bool:
-    return tensor.dtype.is_floating_point and bool(tensor.shape)
 
 
 def _stored_tensors(folder: Path, listed: metadata.Metadata) -> dict[tuple[Any, ...], Stored]:

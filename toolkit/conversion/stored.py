@@ -12,7 +12,7 @@ import torch
 
 from toolkit.errors import UserError, listing
 
-T = TypeVar("T")
+T = TypeVar("T", "Stored", torch.Tensor)
 Check = Callable[[], None]
 """Reads a part of a checkpoint. Raises UserError if it is damaged."""
 # of DDP, torch.compile, FSDP, activation checkpointing and Lightning's strategies
@@ -74,10 +74,7 @@ class Checkpoint:
         return self.renamed(names)
 
 
-def model_states(
-    values: Mapping[tuple[Any, ...], T],
-    is_weight: Callable[[T], bool],
-) -> dict[str, T]:
+def model_states(values: Mapping[tuple[Any, ...], T]) -> dict[str, T]:
     """The model's state in nested dicts: what is in the innermost dict that has all weights, those
     of optimizers aside. Several models in it keep the keys of theirs as prefixes.
 
@@ -86,7 +83,10 @@ def model_states(
     for keys, value in values.items():
         if all(isinstance(key, str) and not key.startswith("optim") for key in keys):
             state[keys] = value
-    weights = [keys[:-1] for keys, value in state.items() if is_weight(value)]
+    weights = []
+    for keys, value in state.items():
+        if value.dtype.is_floating_point and value.shape:
+            weights.append(keys[:-1])
     if not weights:
         return {}
     outer = weights[0]

@@ -106,7 +106,7 @@ def open_torch_file(path: Path) -> Checkpoint:
     """A state dict, or nested dicts with one or several, as Lightning's `.ckpt`. Raises
     UserError."""
     content = load(path)
-    tensors = model_states(dict(flattened((), content)), _is_weight)
+    tensors = model_states(dict(flattened((), content)))
     if not tensors:
         raise UserError(f"{path} has no named tensors: it is not a model's state")
     check = functools.partial(check_tensors, path, list(tensors.values()))
@@ -121,10 +121,6 @@ def flattened(keys: tuple[object, ...], value: Any) -> Iterator[tuple[Any, torch
             yield from flattened((*keys, key), inner)
     elif isinstance(value, torch.Tensor) and keys:
         yield keys, value.detach()
-
-
-def _is_weight(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.dim() > 0
 
 
 def stored(tensors: Mapping[str, torch.Tensor]) -> dict[str, Stored]:

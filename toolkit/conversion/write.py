@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from toolkit.checkpoint.safetensors_writer import SafetensorsWriter, cast
+from toolkit.checkpoint.safetensors_writer import write_in_dtype
 from toolkit.conversion.model_class import CONFIG
 from toolkit.conversion.stored import Stored
 from toolkit.errors import size_text
@@ -25,14 +25,8 @@ _FILES = (
 def write_tensors(path: Path, tensors: Mapping[str, Stored], dtype: torch.dtype) -> str:
     """Writes a safetensors file, floating tensors in `dtype`. Returns their size, for people.
     Raises UserError for a tensor that is damaged, or too large for `dtype`."""
-    shapes = {}
-    for name, tensor in tensors.items():
-        file_dtype = dtype if tensor.dtype.is_floating_point else tensor.dtype
-        shapes[name] = (file_dtype, tensor.shape)
-    with SafetensorsWriter(path, shapes) as file:
-        for name in file.names:
-            pieces = tensors[name].pieces()
-            file.write(name, *(cast(name, piece, dtype) for piece in pieces))
+    shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    write_in_dtype(path, shapes, dtype, lambda name: tensors[name].pieces())
     return size_text(path.stat().st_size)
 
 
