@@ -23,13 +23,9 @@ from tests.jobs_worker import write_jobs
 from tests.matrix import words_of
 from tests.models.test_bigbird import batch, compare, fast, make
 from tests.runs import begin, lines_of, losses_of, start, wait_for_steps
-from toolkit.checkpoint.model_folder import merge_lora
-from toolkit.config import ModelSettings
-from toolkit.data.labels import Labels
 from toolkit.features.padding_free import packed as packing
 from toolkit.features.padding_free.packed import Packed
 from toolkit.models.bigbird import attention as ways
-from toolkit.models.classifier import load_classifier
 from toolkit.models.first_token import read_first_token_only
 
 REHEARSAL = bool(os.environ.get("TOOLKIT_REHEARSE_GPU_TESTS"))
@@ -341,23 +337,6 @@ def test_techniques(wide_model: Path, reviews: Path, long_reviews: Path, tmp_pat
         assert_on_devices(tmp_path / name)
         assert all(torch.tensor(losses_of(tmp_path / name)).isfinite())
         assert lines_of(tmp_path / name / "eval.jsonl")
-
-
-@pytest.mark.skipif(not DEVICES, reason="a CPU has no TF32")
-def test_lora_is_merged_in_float32(wide_model: Path) -> None:
-    labels = Labels("single_label_classification", ("a", "b"), ())
-    settings = ModelSettings(model_name_or_path=str(wide_model), lora_r=4)
-    model = load_classifier(settings, labels, 1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_" in name:
-                parameter.normal_()
-    expected = merge_lora(model, model.state_dict())
-    torch.set_float32_matmul_precision("high")
-    merged = merge_lora(model, model.cuda().state_dict())
-    torch.set_float32_matmul_precision("highest")
-    for name, tensor in merged.items():
-        torch.testing.assert_close(tensor.cpu(), expected[name], rtol=1e-6, atol=1e-6)
 
 
 def test_the_last_layer_of_a_model_on_the_gpu(wide_model: Path) -> None:
