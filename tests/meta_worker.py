@@ -31,7 +31,7 @@ import toolkit
 from toolkit import launch
 from toolkit.evaluation import teacher
 from toolkit.features.padding_free import packed as padding_free
-from toolkit.features.padding_free.packed import PackedCollator
+from toolkit.features.padding_free.collator import PackedCollator
 from toolkit.features.titles.evaluation import Writer
 from toolkit.run import Run
 from toolkit.training.steps import Steps

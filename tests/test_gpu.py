@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from filelock import FileLock
 from safetensors.torch import load_file
 from transformers import BertConfig, BertForSequenceClassification, BertModel
@@ -23,8 +24,8 @@ from tests.jobs_worker import write_jobs
 from tests.matrix import words_of
 from tests.models.test_bigbird import batch, compare, fast, make
 from tests.runs import begin, lines_of, losses_of, start, wait_for_steps
-from toolkit.features.padding_free import packed as packing
-from toolkit.features.padding_free.packed import Packed
+from toolkit.features.padding_free import attention as packing
+from toolkit.features.padding_free.attention import Packed
 from toolkit.models.bigbird import attention as ways
 from toolkit.models.first_token import read_first_token_only
 
@@ -263,11 +264,14 @@ def test_packed_texts_by_varlen_attn(window: int, first_only: bool) -> None:
     )
     states = torch.randn(3, 99, 4, 32, device=cuda, dtype=torch.bfloat16)
     q, k, v = states[0, packed.first_tokens] if first_only else states[0], states[1], states[2]
-    kernels: Any = (packing._varlen, packing._padded)
+
+    def compute(*states: Any) -> torch.Tensor:
+        return F.scaled_dot_product_attention(*states, scale=0.2).transpose(1, 2)
+
     results = []
-    for attend in kernels:
+    for attend, how in ((packing._varlen, 0.2), (packing._padded, compute)):
         inputs = [each.clone().requires_grad_() for each in (q, k, v)]
-        output = attend(*inputs, packed, window, dropout_p=0.0, scale=0.2)
+        output = attend(*inputs, packed, window, how)
         results.append([output, *torch.autograd.grad(output.float().square().sum(), inputs)])
     torch.testing.assert_close(*results, rtol=0.05, atol=0.05)
 

@@ -25,7 +25,6 @@ NEEDS = {
     "demo: --model_name_or_path and --train_file": "recipes/cls.py --output_dir {out}",
     "titles: jieba": "recipes/cls.py {job} --tokenizer jieba",
     "sweep": "-m toolkit sweep recipes/cls.py --search learning_rate=1e-5,2e-5 --output_dir {out} {job}",
-    "explain": "-m toolkit report {run} --explain 1",
     "openvino": "-m toolkit export {run}/model {out} --to openvino",
     "onnx": "-m toolkit export {run}/model {out} --to onnx",
 }
