@@ -22,6 +22,7 @@ from toolkit.data.targets import Targets, targets_of
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.utils.cache import cached_folder, digest_of_text
+from toolkit.utils.features import features
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -69,6 +70,13 @@ class Data:
     def splits(self) -> dict[str, Split]:
         splits = (self.train, self.validation, self.test)
         return {split.name: split for split in splits if split is not None}
+
+    def with_collator(self, collator: Any) -> Data:
+        """The same with this collator (as in `Split.collator`) for every split."""
+        splits: Any = {}
+        for name, split in self.splits.items():
+            splits[name] = replace(split, collator=collator)
+        return replace(self, **splits)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -158,7 +166,6 @@ def _load(settings: Any, folder: Path, model_config: Any, tables: Mapping[str, T
     splits: dict[str, Any] = dict.fromkeys(("train", "validation", "test"))
     for name in meta["splits"]:
         splits[name] = tokens.load_split(folder, name, model_config, targets_class.split_class)
-        splits[name] = replace(splits[name], collator=targets_class.collator(settings))
     notes = meta["notes"]
     for split, name in meta["files"].items():
         # the same content may have been tokenized under another name
@@ -166,7 +173,7 @@ def _load(settings: Any, folder: Path, model_config: Any, tables: Mapping[str, T
     text_pair = getattr(settings.data, "text_pair", None)
     if text_pair and not tokens.has_token_types(model_config):
         notes.append("this model has one token type: only a separator divides the texts of a pair")
-    return Data(
+    data = Data(
         folder=folder,
         digest=folder.name,
         text_column=meta["text_column"],
@@ -177,6 +184,14 @@ def _load(settings: Any, folder: Path, model_config: Any, tables: Mapping[str, T
         file_digests={split: table.digest for split, table in tables.items()},
         **splits,
     )
+    return data.with_collator(targets_class.collator(settings))
+
+
+def finish_data(settings: Any, data: Data, tokenizer: Any, accelerator: Accelerator) -> Data:
+    """The data with what features change (`Feature.data`)."""
+    for feature in features():
+        data = feature.data(settings, data, tokenizer, accelerator)
+    return data
 
 
 def _weighed(settings: Any, data: Data, device: torch.device) -> Data:
