@@ -74,9 +74,9 @@ def weigh_classes(
         notes.append(
             "--class_weights and --sampling balanced both raise the rare classes: one is usual"
         )
-    if not (objective.class_weights or objective.pos_weight or objective.sampling):
-        if objective.loss != "focal":
-            balanced.advice = _advice(counts, len(train), labels)
+    compensations = (objective.class_weights, objective.pos_weight, objective.sampling)
+    if not any(compensations) and objective.loss != "focal":
+        balanced.advice = _advice(counts, len(train), labels)
     return balanced
 
 

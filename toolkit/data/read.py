@@ -62,10 +62,7 @@ def read_tables(settings: TextSettings, labelled: bool = True) -> dict[str, Tabl
 
 
 def _splits_of_dataset(name: str, settings: TextSettings) -> dict[str, Table]:
-    if name.startswith(demo.PREFIX):
-        splits = read_demo(name)
-    else:
-        splits = read_hub(name, settings.dataset_config_name)
+    splits = read_dataset(name, settings.dataset_config_name)
     tables: dict[str, Table] = {}
     for split, aliases in _SPLIT_NAMES.items():
         present = [splits[alias] for alias in aliases if alias in splits]
@@ -387,14 +384,19 @@ def read_class_names(name: str) -> dict[str, str]:
 # --- demos, the hub, folders
 
 
+def read_dataset(name: str, config: str | None = None) -> dict[str, Table]:
+    """The splits of a demo, a hub data set or a folder. Raises UserError."""
+    if name.startswith(demo.PREFIX):
+        return read_demo(name)
+    return read_hub(name, config)
+
+
 def read_demo(name: str) -> dict[str, Table]:
     """`demo:rotten-tomatoes` -> its rows, cleaned. Raises UserError when it is not installed."""
     path = demo.locate(name, demo.DATASETS)
     source = demo.demo_entry(name)
-    if source.files:
-        digest = digest_of_files(path, path.glob(source.files))
-    else:
-        digest = digest_of_file(path)
+    files = path.glob(source.files) if source.files else [path]
+    digest = digest_of_files(path, files)
     return {"train": Table(partial(_load_demo, source, path), name, digest)}
 
 
@@ -402,9 +404,9 @@ def _load_demo(source: demo.Demo, path: Path) -> tuple[datasets.Dataset, list[Fi
     import datasets
 
     rows = source.read(path)
-    names = ("text", "label")
-    if len(rows[0]) == 3:
-        names = ("text", "title", "label")
+    names = ["text", "title", "label"]
+    if len(rows[0]) == 2:
+        names.remove("title")
     columns = map(list, zip(*rows, strict=True))
     return datasets.Dataset.from_dict(dict(zip(names, columns, strict=True))), []
 

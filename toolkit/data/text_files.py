@@ -81,11 +81,12 @@ def encoding_fault(path: Path, encoding: str) -> str:
 
 def _undecodable_line(path: Path, encoding: str) -> int | None:
     decoder = codecs.getincrementaldecoder(encoding)()
-    number = 0
+    number = 1
     with open_bytes(path) as file:
         try:
-            for number, line in enumerate(file, 1):
+            for line in file:
                 decoder.decode(line)
+                number += 1
             decoder.decode(b"", final=True)
         except UnicodeError:
             return number
@@ -307,12 +308,9 @@ def other_delimiter(header: list[str], delimiter: str = "") -> str:
     return ""
 
 
-def cast_batch(batch: pyarrow.RecordBatch, schema: pyarrow.Schema) -> pyarrow.RecordBatch:
+def cast_batch(batch: pyarrow.RecordBatch, schema: pyarrow.Schema) -> pyarrow.Table:
     """The batch with the columns and types of the schema; nulls in missing columns."""
     import pyarrow
 
-    if batch.schema == schema:
-        return batch
     tables = [schema.empty_table(), pyarrow.Table.from_batches([batch])]
-    table = pyarrow.concat_tables(tables, promote_options="permissive")
-    return table.combine_chunks().to_batches()[0]
+    return pyarrow.concat_tables(tables, promote_options="permissive")

@@ -147,8 +147,8 @@ class Split:
     def truncate(self, tokenizer: Any, max_length: int, name: str) -> Split:
         """The same samples with at most `max_length` tokens each, for a split whose texts are saved."""
         lines = read_lines(self.folder / "texts.jsonl")
-        texts = lines
-        pairs = None
+        texts: Any = lines
+        pairs: Any = None
         if not isinstance(lines[0], str):
             texts, pairs = zip(*lines, strict=True)
         arrays: dict[str, Any] = encode_texts(tokenizer, texts, max_length, pairs)
@@ -341,15 +341,15 @@ def _encode_fast(
     tokenizer: Any, max_length: int, texts: Sequence[str], pairs: Sequence[str] | None
 ) -> Block:
     """By the tokenizer's backend: transformers' own call takes twice as long."""
-    inputs: Any = texts
+    types = None
     if pairs is None:
         inputs = cut_long_texts(tokenizer, texts, max_length)
+        encodings = tokenizer.backend_tokenizer.encode_batch_fast(inputs)
     else:
-        inputs = list(zip(texts, pairs, strict=True))
-    encodings = tokenizer.backend_tokenizer.encode_batch_fast(inputs)
-    types = None
-    if pairs is not None and "token_type_ids" in tokenizer.model_input_names:
-        types = [each.type_ids for each in encodings]
+        both = list(zip(texts, pairs, strict=True))
+        encodings = tokenizer.backend_tokenizer.encode_batch_fast(both)
+        if "token_type_ids" in tokenizer.model_input_names:
+            types = [each.type_ids for each in encodings]
     truncated = sum(bool(each.overflowing) for each in encodings)
     return _block([each.ids for each in encodings], types, truncated)
 

@@ -273,7 +273,9 @@ class Masks(Targets):
                 f"{table.name}: the texts of {folder.name} {why} of the model's tokenizer?"
             )
         if self.whole_word_mask:
-            saved = _save_words(folder, table, copy.deepcopy(tokenizer), int(np.diff(offsets).max()))
+            saved = _save_words(
+                folder, table, copy.deepcopy(tokenizer), int(np.diff(offsets).max())
+            )
             if saved != len(ids):
                 name = type(tokenizer).__name__
                 raise UserError(
