@@ -23,7 +23,7 @@ from toolkit import launch
 from toolkit.config import TextSettings
 from toolkit.data.read import format_of, read_file
 from toolkit.data.table import USUAL_TEXT, Table
-from toolkit.data.text_files import DELIMITERS, spreadsheet_encoding
+from toolkit.data.text_files import DELIMITERS, has_utf8_mark, is_utf8
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.answers import Answers, ClassAnswers
@@ -79,8 +79,8 @@ def predict_file(options: Any) -> None:
              "encoding": options.encoding}  # fmt: skip
     launch.require_equal(accelerator, "the file, the model and the options", facts)
     encoding = settings.encoding
-    if format_of(output) in DELIMITERS:
-        encoding = spreadsheet_encoding(options.file, encoding)
+    if format_of(output) in DELIMITERS and is_utf8(encoding) and has_utf8_mark(Path(options.file)):
+        encoding = "utf-8-sig"  # as Excel's file, which shows Chinese as garbage without it
     parts = Parts(output, encoding, settings.quoting == "none" and same_format, facts)
     if _is_already_joined(options, accelerator, parts):
         return

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from toolkit.data.read import format_of
-from toolkit.data.text_files import DELIMITERS, OPENERS, cast_batch, unify_schemas
+from toolkit.data.text_files import DELIMITERS, OPENERS, cast_batch
 from toolkit.errors import UserError, listing
 from toolkit.report.files import dumps
 from toolkit.utils.files import explain_write_errors, replace_file
@@ -189,7 +189,8 @@ def _join_parquet(parts: list[Path], draft: Path) -> None:
 
     schema = pyarrow.parquet.read_schema(parts[0])
     for part in parts[1:]:  # a column may be null in one part and hold lists in another
-        schema = unify_schemas(schema, pyarrow.parquet.read_schema(part))
+        schemas = [schema, pyarrow.parquet.read_schema(part)]
+        schema = pyarrow.unify_schemas(schemas, promote_options="permissive")
     with pyarrow.parquet.ParquetWriter(draft, schema) as writer:
         for part in parts:
             for batch in pyarrow.parquet.ParquetFile(part).iter_batches():

@@ -21,7 +21,7 @@ import torch
 
 from toolkit.data.batches import IGNORED, Batch, Collator
 from toolkit.data.jieba_tokenizer import load_jieba
-from toolkit.data.table import Rows, Table
+from toolkit.data.table import Table
 from toolkit.data.targets import Targets
 from toolkit.data.tokens import Split, append_to_npy, cut_long_texts
 from toolkit.errors import UserError
@@ -250,15 +250,13 @@ class Masks(Targets):
         return {"words": load_jieba().name if settings.masking.whole_word_mask else None}
 
     @classmethod
-    def find(
-        cls, settings: Any, table: Table, text_column: str, rows: np.ndarray | None = None
-    ) -> Masks:
+    def find(cls, settings: Any, table: Table, text_column: str) -> Masks:
         return cls(settings.masking.whole_word_mask)
 
     def trial(self, split: Any) -> tuple[Any, Any]:
         return np.ones((1, 2)), np.ones(1)
 
-    def save(self, folder: Path, rows: Rows, tokenizer: Any) -> list[str]:
+    def save(self, folder: Path, table: Table, encoded: np.ndarray, tokenizer: Any) -> list[str]:
         """Writes `labels`, and, for whole words, `words`. Raises UserError if no token is maskable."""
         ids, offsets = (
             np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("input_ids", "offsets")
@@ -272,10 +270,12 @@ class Masks(Targets):
         if not any(maskable):
             why = "consist of special and unknown tokens only: is it the right --text_column, and their language that"
             raise UserError(
-                f"{rows.table.name}: the texts of {folder.name} {why} of the model's tokenizer?"
+                f"{table.name}: the texts of {folder.name} {why} of the model's tokenizer?"
             )
         if self.whole_word_mask:
-            saved = _save_words(folder, rows, copy.deepcopy(tokenizer), int(np.diff(offsets).max()))
+            saved = _save_words(
+                folder, table, copy.deepcopy(tokenizer), int(np.diff(offsets).max())
+            )
             if saved != len(ids):
                 name = type(tokenizer).__name__
                 raise UserError(
@@ -294,14 +294,14 @@ class Masks(Targets):
         return f"masked {'whole words' if self.whole_word_mask else 'tokens'}"
 
 
-def _save_words(folder: Path, rows: Rows, tokenizer: Any, max_length: int) -> int:
+def _save_words(folder: Path, table: Table, tokenizer: Any, max_length: int) -> int:
     """Writes `words`, and returns its number of tokens."""
-    bar, done, tokens = Progress(f"words of {folder.name}", len(rows), "texts"), 0, 0
+    bar, done, tokens = Progress(f"words of {folder.name}", len(table), "texts"), 0, 0
     tokenizer(
         ["a"], truncation=True, max_length=max_length
     )  # sets the truncation, for `cut_long_texts`
     with append_to_npy(folder / "words.npy", np.bool_) as append:
-        for whole, _ in rows.texts():
+        for whole, _ in table.texts():
             texts = list(cut_long_texts(tokenizer, whole, max_length))
             encoded = tokenizer(
                 texts, truncation=True, max_length=max_length, return_offsets_mapping=True
