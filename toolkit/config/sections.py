@@ -95,7 +95,7 @@ class ModelSettings(PretrainedSettings):
     """Reinitialize this many of the last layers, which may be specialized for the pretraining
     task."""
     num_hidden_layers: int | None = Field(default=None, ge=1)
-    """Keep this many of the pretrained layers, evenly spaced: a smaller student for `teacher`."""
+    """Keep this many of the pretrained layers, evenly spaced."""
 
     @staticmethod
     def contradictions(values: Values) -> Iterator[str]:
@@ -142,24 +142,6 @@ class ObjectiveSettings:
             yield from conflict(values, name, "teacher", "its second pass has no teacher")
             if values.get(name) is not None and values.get("per_device_batch_size") == "auto":
                 yield f"--per_device_batch_size auto measures one pass, and --{name} takes two"
-
-
-@section
-class DistillationSettings:
-    """Distillation from a fine-tuned model."""
-
-    teacher: str | None = None
-    """A classifier for the same labels, a run's model folder or a hub name; its outputs are
-    cached."""
-    distillation_temperature: float | None = Field(default=None, gt=0)
-    """Divides the logits of teacher and student: above 1 probabilities become softer; default 2."""
-    distillation_alpha: float = Field(default=0.5, ge=0, le=1)
-    """The weight of the teacher's loss; the labels' loss has the rest."""
-
-    @staticmethod
-    def contradictions(values: Values) -> Iterator[str]:
-        yield from needs(values, "distillation_temperature", "teacher")
-        yield from needs(values, "distillation_alpha", "teacher")
 
 
 @section
@@ -412,7 +394,6 @@ class TaskSettings:
     """`MODULE:CLASS` of what the model learns to predict (`toolkit.data.targets.Targets`)."""
 
     model: ModelSettings
-    distillation: DistillationSettings
     data: DataSettings
     objective: ObjectiveSettings
     training: TrainingSettings
