@@ -25,7 +25,6 @@ from tests.matrix import PAIRS, TECHNIQUES, WAYS, JobError, classifier, runs
 from tests.runs import lines_of, losses_of, slow_but
 from toolkit.config import TrainingSettings
 from toolkit.training.half_precision import _linear, _prepare_in_fp32, choose_precision
-from toolkit.training.loop_checks import LoopChecks
 from toolkit.training.prepare import coalesce_reductions
 from toolkit.training.steps import Step
 
@@ -321,9 +320,7 @@ def test_the_step_in_which_the_scale_grows(way: str) -> None:
 def test_a_gradient_that_stays_infinite_ends_the_run(precision: str, most: int) -> None:
     """After 16 skipped steps the scale is 1, so the scale is not the cause."""
     accelerator: Any = SimpleNamespace(mixed_precision=precision)
-    steps: Any = SimpleNamespace(
-        skipped=0, collate=None, accelerator=accelerator, checks=LoopChecks(accelerator)
-    )
+    steps: Any = SimpleNamespace(skipped=0, collate=None, accelerator=accelerator)
     step = Step(
         steps,
         1,

@@ -19,7 +19,7 @@ from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UserError, did_you_mean
 from toolkit.evaluation.saved_model import COLUMNS, SavedModel, empty_text_warning, training_run
 from toolkit.pretrained import load_config
-from toolkit.training.checks import TOKENS, refuse_early_prepare
+from toolkit.training.checks import TOKENS
 from toolkit.training.resume import precision_of
 
 
@@ -116,9 +116,7 @@ def convert(checkpoint: str | Path, out: str | Path, **options: Any) -> list[str
 def start_accelerator(settings: Any) -> Accelerator:
     """An `Accelerator` for this launch, in the precision of the settings
     (`toolkit.launch.make_accelerator`)."""
-    accelerator = launch.make_accelerator(precision_of(settings.training))
-    refuse_early_prepare(accelerator)
-    return accelerator
+    return launch.make_accelerator(precision_of(settings.training))
 
 
 def load_data(

@@ -29,11 +29,11 @@ from toolkit.report.files import RunFiles
 from toolkit.report.log import RunLog, RunSummary, start_trackers, tracker_names
 from toolkit.training.average import Average, average_as_weights
 from toolkit.training.checkpoints import Checkpoints
-from toolkit.training.checks import OWN_SCHEDULE, check_scheduler, refuse_compiled
 from toolkit.training.optimizer import unwrapped_optimizer
-from toolkit.training.resume import Resumed, identity_of, resume_from, script_digest
+from toolkit.training.resume import Resumed, identity_of, resume_from
 from toolkit.training.run_folder import open_run_folder
 from toolkit.training.steps import Step, StepMetrics, Steps
+from toolkit.training.verified import script_digest, verification_note
 from toolkit.utils.features import features, hooks, write_results
 from toolkit.utils.files import explain_write_errors
 from toolkit.utils.modules import unwrapped
@@ -101,12 +101,9 @@ class Run:
     ) -> None:
         """Loads the newest intact checkpoint of this run, if any, into these objects, and opens the
         log. `evaluate` runs if a stop signal has postponed an evaluation. Raises UserError for
-        damaged or unsuitable checkpoints, for an optimizer or scheduler that is not prepared, and
-        for a compiled model."""
+        damaged or unsuitable checkpoints."""
         fault = "`run.finish(evaluate)` was not called: no results were written"
         exit_state.unfinished = f"{self.folder.path}: {fault}"
-        refuse_compiled(model)
-        check_scheduler(self.accelerator, optimizer, scheduler, self.settings.training)
         prepared = (self.accelerator, model, optimizer, scheduler)
         path = self.folder.path
         self.checkpoints = Checkpoints(
@@ -117,20 +114,20 @@ class Run:
             path,
             self.facts,
         )
-        self._steps.checks.watch_optimizer(optimizer)
         decay = self.settings.training.ema_decay
         self._average = None if decay is None else Average(self.checkpoints.live, decay)
         free_settings = settings_of_features(self.settings)
         resumed = resume_from(self.checkpoints, self.folder.origin, free_settings)
-        if resumed:
-            self._steps.checks.remember_weights(model)
         self._write_config(resumed)
         done = self._steps.done
         training = self.settings.training
         settings = self.facts["settings"]
         start_trackers(self.accelerator, training, path, self.recipe, settings, done)
         self._log = RunLog(self.accelerator, self.files, self.schedule.total_steps, done)
-        lines = resumed.lines if resumed else []
+        lines = list(resumed.lines) if resumed else []
+        note = verification_note(self.accelerator)
+        if note:
+            lines.append(note)
         for line in [*self.summary.start_lines(model), *lines, *self.checkpoints.notes()]:
             self.say(line)
         if evaluate and resumed and resumed.state["evaluation_left"]:
@@ -175,7 +172,6 @@ class Run:
             postponed = bool(self._steps.stop_signal) or not self._evaluate(evaluate, step.number)
         if self._gathered is not None:  # a step with a checkpoint is always gathered
             self._log.write_line(self.checkpoints.save_if_due(self._gathered, postponed))
-        self._steps.checks.watch_weights(self.checkpoints.model)
 
     def log(self, step: Step, grad_norm: Any) -> None:
         """Updates the average of the weights (`--ema_decay`), gathers the losses of
@@ -183,25 +179,13 @@ class Run:
         after logging the steps before it, and unless the scheduler has been stepped with the
         optimizer."""
         updated = not self.checkpoints.optimizer.step_was_skipped
-        if self.accelerator.sync_gradients:
-            self._check_calls(step, updated)
+        if updated:
+            steps = self.checkpoints.scheduler.scheduler.last_epoch - self._updates
+            self._steps.checks.check_update(steps)
         if self._average and updated:
             self._average.update(self.checkpoints.scheduler.scheduler.last_epoch)
         self._gathered = None
         self._log_steps(self._steps.finish(step, grad_norm))
-
-    def _check_calls(self, step: Step, updated: bool) -> None:
-        """`updated`: false if fp16 skipped this update, and with it the schedule's step."""
-        count = self.checkpoints.scheduler.scheduler.last_epoch - self._updates
-        if count != int(updated):
-            raise UserError(
-                f"step {step.number}: call `scheduler.step()` once in each step, after "
-                f"`optimizer.step()`; it was stepped {count} times (a constant rate: "
-                f"--lr_scheduler_type constant; others: {OWN_SCHEDULE})"
-            )
-        if updated and not self._steps.checks.stepped:
-            fault = "the weights were not updated: call `optimizer.step()` in each step"
-            raise UserError(f"step {step.number}: {fault}")
 
     def _log_steps(self, finished: Iterator[StepMetrics]) -> None:
         try:
@@ -215,13 +199,11 @@ class Run:
     def _evaluate(self, evaluate: Evaluate, step: int) -> bool:
         """Returns False if a stop signal interrupted it."""
         model = self.checkpoints.model
-        check = self._steps.checks.refuse_wrong_evaluation
         with contextlib.ExitStack() as stack:
             if self._average:
                 stack.enter_context(average_as_weights(self.checkpoints.live))
             try:
-                with unwrapped(model).register_forward_pre_hook(check, prepend=True):
-                    evaluation = evaluate(self.data.validation)
+                evaluation = evaluate(self.data.validation)
             except StopRequested as stop:
                 self._steps.stop_signal = stop.number
                 return False

@@ -1,7 +1,5 @@
 """toolkit/training: numbers of steps and micro-batches, loss normalisation, learning rates."""
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -133,6 +131,7 @@ def trained(split: Split, **options: Any) -> tuple[list[float], list[torch.Tenso
     align_strategy(accelerator, model, optimizer, settings, schedule)
     assert accelerator.gradient_accumulation_steps == schedule.accumulation
     model, optimizer = accelerator.prepare(model, optimizer)
+    steps.checks.watch(model, optimizer)
     scheduler = make_scheduler(optimizer, settings, schedule.total_steps)
     numbers: list[float] = []
     counts: set[int] = set()
@@ -260,74 +259,3 @@ def test_a_learning_rate_below_that_at_the_end_of_polynomial() -> None:
         4,
         says=["--lr_scheduler_type polynomial", "--learning_rate 1e-07"],
     )
-
-
-LOOPS: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
-    "as it should be": (lambda it: it.backward(it.mean(it.losses())), ()),
-    "a mean over the micro-batch": (lambda it: it.backward(it.losses().mean()), ("step 1", "step.mean")),
-    "two means": (
-        lambda it: it.backward(it.mean(it.losses()) + 0.3 * it.mean(it.losses())), ("step 1", "a second time")),
-    "a term added to the mean": (
-        lambda it: it.backward(it.mean(it.losses()) + 0.1 * it.model.words.weight.square().sum()),
-        ("step 1", "step.mean(losses + term)")),
-    "a second backward pass": (
-        lambda it: (it.backward(it.mean(losses := it.losses()), retain_graph=True), it.backward(losses.square().sum())),
-        ("step 1", "once")),
-    "losses in bf16": (lambda it: it.backward(it.mean(it.losses().bfloat16())), ("bfloat16", "float()")),
-    "a plain backward": (lambda it: it.mean(it.losses()).backward(), ("accelerator.backward",)),
-    "zero_grad too early": (
-        lambda it: (it.optimizer.zero_grad(), it.backward(it.mean(it.losses()))), ("step 1", "zero_grad")),
-    "no zero_grad": (lambda it: it.backward(it.mean(it.losses())), ("step 2", "zero_grad")),
-    "no train()": (lambda it: (it.backward(it.mean(it.losses())), it.model.eval()), ("step 2", "model.train()")),
-    "a step without micro-batches": (lambda it: it.backward(it.mean(it.losses())), ("step 2", "in 0 of")),
-    "no norm": (lambda it: it.backward(it.mean(it.losses())), ("step 1", "clip_grad_norm_")),
-    "a part of the model": (
-        lambda it: it.backward(it.mean(it.model.classes(it.model.words(it.batch.inputs["input_ids"]).sum(1)).sum(1))),
-        ("the model that `prepare` returned",)),
-    "a micro-batch left out": (
-        lambda it: it.number == 1 or it.backward(it.mean(it.losses())), ("step 1", "1 of 2")),
-}  # fmt: skip
-
-
-def accumulate(it: Any) -> None:
-    with it.accelerator.accumulate(it.model):
-        it.backward(it.mean(it.losses()))
-
-
-LOOPS["accelerator.accumulate"] = accumulate, ("step 1", "accelerator.accumulate")
-
-
-@pytest.mark.parametrize("name", LOOPS)
-def test_a_loop_that_would_train_otherwise(name: str, no_launcher: None) -> None:
-    micro_batch, says = LOOPS[name]
-    settings = TrainingSettings(global_batch_size=16, num_train_epochs=2, per_device_batch_size=4)
-    accelerator, model = Accelerator(cpu=True), Toy()
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    steps = Steps(accelerator, split_of(False), TOKENIZER, settings)
-    model.tokens.requires_grad_(False)
-    align_strategy(
-        accelerator,
-        model,
-        torch.optim.SGD(parameter_groups(model, 0.0), lr=0.1),
-        settings,
-        steps.schedule,
-    )
-    model, optimizer = accelerator.prepare(model, optimizer)
-
-    def loop() -> None:
-        for step in steps:
-            batches = (
-                ()
-                if name == "a step without micro-batches" and step.number > 1
-                else step.micro_batches(model)
-            )
-            for number, batch in enumerate(batches):
-                micro_batch(SimpleNamespace(accelerator=accelerator, backward=accelerator.backward, mean=step.mean,
-                                            losses=partial(model, batch), model=model, optimizer=optimizer,
-                                            batch=batch, number=number))  # fmt: skip
-            optimizer.step()
-            if name != "no zero_grad":
-                optimizer.zero_grad()
-            list(steps.finish(step, None if name == "no norm" else 1.0))
-
-    refusal(loop, says=says) if says else loop()

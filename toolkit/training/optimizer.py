@@ -262,13 +262,8 @@ def make_scheduler(
             partial(_rate_from, group[DISTANCE] * every, rate) for group in plain.param_groups
         ]
     scheduler = _prepared_scheduler(schedule, optimizer)
-    vars(scheduler)[OF_SETTINGS] = True
     set_schedule(scheduler, 0)
     return scheduler
-
-
-OF_SETTINGS = "_toolkit_of_settings"
-"""Attribute of a scheduler that `make_scheduler` made."""
 
 
 def custom_scheduler(

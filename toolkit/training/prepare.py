@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from functools import partial, reduce
 from typing import Any
 
@@ -27,17 +26,14 @@ from toolkit.errors import Faults, UserError
 from toolkit.launch.exit_state import exit_state
 from toolkit.models.layers import outer_layers
 from toolkit.pretrained import attention_dropout, encoder_config
-from toolkit.training.checks import TOKENS, check_parameters, optimizer_fault, refuse_compiled
+from toolkit.training.checks import check_before_prepare, check_tokenizer
 from toolkit.training.estimate import fit_batch_size
 from toolkit.training.half_precision import (
     choose_precision,
     choose_reduction,
     keep_scale_with_gradients,
 )
-from toolkit.training.loop_checks import refuse_changes, refuse_different_weights
 from toolkit.training.optimizer import make_scheduler
-from toolkit.training.optimizer_trial import resume_fault
-from toolkit.training.shard_checks import REPLACED, refuse_copies
 from toolkit.training.steps import Schedule, Steps
 from toolkit.utils import memory
 from toolkit.utils.compat import require
@@ -78,35 +74,35 @@ def prepare(
     is not prepared, since accelerate would step it once per process. Raises UserError for settings, a model or an
     optimizer that the strategy cannot train.
     """
-    if (read := getattr(tokenizer, TOKENS, None)) is not None and read != len(tokenizer):
-        raise UserError(
-            f"{len(tokenizer) - read} tokens were added to the tokenizer after `load_data`: no text has them: save it "
-            "with its resized model to a folder, and pass --model_name_or_path FOLDER"
-        )
+    check_tokenizer(tokenizer)
     collator_of(train, tokenizer, accelerator.device).prepare_model(accelerator, model)
     settings = settings.limit_tokens(accelerator.device.type, int(train.lengths.max()))
     settings = fit_batch_size(accelerator, model, train, tokenizer, settings)
     steps = Steps(accelerator, train, tokenizer, settings)
     align_strategy(accelerator, model, optimizer, settings, steps.schedule)
     if accelerator.is_fsdp2:
-        refuse_different_weights(model)
-        for parameter in model.parameters():
-            setattr(parameter, REPLACED, True)
+        _broadcast_weights(accelerator, model)
     launch.explain_failures(memory.explain_without_batch)
     with explain_config_errors():
         model, optimizer = accelerator.prepare(model, optimizer)
     launch.explain_failures()
     coalesce_reductions(accelerator, settings)
-    refuse_other_gradients(accelerator)
-    refuse_copies(accelerator, model)
-    refuse_changes(model)  # remembers the parameters
-    steps.checks.remember_weights(model)
+    steps.checks.watch(model, optimizer)
     if accelerator.state.deepspeed_plugin:
         exit_state.free = partial(_free, accelerator.deepspeed_engine_wrapped.engine)
     if (settings.warmup_steps or 0) >= (total := steps.schedule.total_steps):
         line = f"--warmup_steps {settings.warmup_steps}: the run has {total} steps, and never reaches --learning_rate"
         launch.log_on_main(accelerator, line)
     return model, optimizer, make_scheduler(optimizer, settings, total), steps
+
+
+def _broadcast_weights(accelerator: Accelerator, model: torch.nn.Module) -> None:
+    """Gives all processes rank 0's weights, of which FSDP2 makes shards, as DDP and ZeRO do."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta:
+            on_device = tensor.detach().to(accelerator.device)
+            torch.distributed.broadcast(on_device, 0)
+            tensor.data.copy_(on_device)
 
 
 def align_strategy(
@@ -120,8 +116,8 @@ def align_strategy(
     settings (clipping becomes 1.0) or not at all (for a `model` without a config).
 
     Raises UserError with all values of the DeepSpeed config that contradict the settings or that no run can use, for an
-    accelerate config that compiles the model, flash attention in fp32, flex attention with dropout, an optimizer that
-    the strategy cannot use (`optimizer_fault`), and where its parameters are not the model's (`check_parameters`).
+    accelerate config that compiles the model, flash attention in fp32, flex attention with dropout, and what
+    `check_before_prepare` refuses.
     """
     if (backend := accelerator.state.dynamo_plugin.backend) != DynamoBackend.NO:
         why = f"dynamo_backend: {backend.value} in the accelerate config compiles the model, and renames its weights"
@@ -138,7 +134,6 @@ def align_strategy(
         raise UserError(
             f"--attn_implementation {attention} {why}: pass --dropout 0, or leave it out"
         )
-    refuse_compiled(model)
     check_adapter(model)
     for tensor in (*model.parameters(), *(buffer for _, buffer in persistent_buffers(model))):
         if not tensor.is_contiguous():  # checkpoints, ZeRO and FSDP2 take its elements in a row
@@ -151,17 +146,8 @@ def align_strategy(
     if accelerator.scaler is not None:  # the schedule would count a step that a fused kernel skips
         optimizer._step_supports_amp_scaling = False
         keep_scale_with_gradients(accelerator)
-    check_parameters(accelerator, model, optimizer, settings, schedule.total_steps)
+    check_before_prepare(accelerator, model, optimizer)
     faults = Faults()
-    if fault := optimizer_fault(accelerator, optimizer):
-        faults.add(fault)
-    elif settings.checkpoint_every and (why := resume_fault(optimizer, accelerator.device)):
-        faults.add(
-            f"{type(optimizer).__name__} has state outside of its `state` and `param_groups`, which no checkpoint has: "
-            f"{why}. Move it there, use another optimizer, or leave out --checkpoint_every"
-        )
-    if not accelerator.state.deepspeed_plugin:
-        faults.raise_if_any()
     if accelerator.is_fsdp2:
         _choose_fsdp_units(accelerator, model)
     if settings.torch_compile:
@@ -169,14 +155,8 @@ def align_strategy(
     choose_precision(accelerator, model, settings)
     reduced_in = choose_reduction(accelerator, settings)
     plugin, micro = accelerator.state.deepspeed_plugin, schedule.micro_batch_size
-    if plugin or accelerator.is_fsdp2:
-        accelerator.clip_grad_value_ = _refuse_clipping_by_value
     if plugin is None:
         return
-    trained = {id(each) for each in model.parameters() if each.requires_grad}
-    accelerator.clip_grad_norm_ = partial(
-        _deepspeed_grad_norm, accelerator, trained, settings.max_grad_norm
-    )
     config = plugin.deepspeed_config
     if plugin.zero_stage == 0:
         faults.add(
@@ -248,34 +228,6 @@ def explain_config_errors() -> Iterator[None]:
         raise UserError(f"{file}: DeepSpeed refuses it: {fault}") from error
 
 
-def _refuse_clipping_by_value(*_: Any, **__: Any) -> None:
-    raise UserError(
-        "ZeRO and FSDP2 cannot clip by value: use `accelerator.clip_grad_norm_`, --max_grad_norm, or ddp"
-    )
-
-
-def _deepspeed_grad_norm(
-    accelerator: Accelerator, trained: Collection[int], clips_at: float, parameters: Any, max_norm: float,
-    norm_type: float = 2,
-) -> Any:  # fmt: skip
-    """`Accelerator.clip_grad_norm_` under DeepSpeed, which ignores `max_norm`: the engine clips by its config. Raises
-    UserError for another norm than that, or of other parameters than the model's."""
-    parameters = [parameters] if torch.is_tensor(parameters) else list(parameters)
-    if missing := len(set(trained) - {id(each) for each in parameters}):
-        raise UserError(
-            f"DeepSpeed clips the gradients of all parameters together, and {missing} are not among those that "
-            "`accelerator.clip_grad_norm_` got: pass model.parameters(), or launch with ddp (accelerate_configs/)"
-        )
-    if max_norm != (clips_at or math.inf) or norm_type != 2:
-        raise UserError(
-            f"DeepSpeed clips the 2-norm at --max_grad_norm {clips_at:g}, not norm {norm_type:g} at the recipe's "
-            f"{max_norm:g}: keep `training.max_grad_norm or math.inf` in the recipe, and pass --max_grad_norm"
-        )
-    return (
-        accelerator.deepspeed_engine_wrapped.engine.get_global_grad_norm()
-    )  # accelerate's reads it on the host
-
-
 def _choose_fsdp_units(accelerator: Accelerator, model: Any) -> None:
     """Makes FSDP2 gather one layer (`outer_layers`) at a time. Accelerate's default, transformers'
     `_no_split_modules`, includes embeddings, or is empty (BigBird)."""
@@ -336,26 +288,6 @@ def _free(engine: Any) -> None:
     """Frees the optimizer's state, and under ZeRO-1 and 2 the model: hooks hold both until the process ends."""
     engine.optimizer.optimizer.state.clear()
     engine.destroy()
-
-
-def refuse_other_gradients(accelerator: Accelerator) -> None:
-    """Makes `torch.autograd.grad` (a gradient penalty, say) of what DeepSpeed's engine returned raise UserError:
-    DeepSpeed divides such gradients by the accumulation, and takes them for the step's."""
-    if not accelerator.state.deepspeed_plugin:
-        return
-    engine = accelerator.deepspeed_engine_wrapped.engine
-    scale = require(engine, "_backward_prologue_per_tensor", "deepspeed")
-    require(engine, "_running_engine_backward", "deepspeed")
-
-    def scale_if_own(gradient: Any) -> Any:
-        if not engine._running_engine_backward:
-            raise UserError(
-                "under DeepSpeed only `accelerator.backward` may compute gradients of the model's outputs: launch with "
-                "ddp or fsdp2 (accelerate_configs/) to use `torch.autograd.grad` or `.backward()`"
-            )
-        return scale(gradient)
-
-    engine._backward_prologue_per_tensor = scale_if_own
 
 
 def coalesce_reductions(accelerator: Accelerator, settings: TrainingSettings) -> None:

@@ -26,7 +26,7 @@ from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.extra_state import load_registered, set_random_states
 from toolkit.training.half_precision import set_scaler
 from toolkit.training.optimizer import set_schedule
-from toolkit.utils.cache import digest_of_file, digest_of_files
+from toolkit.utils.cache import digest_of_files
 
 # Settings that do not change what is trained. Of files and models the content is compared instead,
 # of the precision the one that the run used.
@@ -154,14 +154,6 @@ def digest_of_model(folder: Path) -> str:
     files = [path for path in folder.iterdir() if path.suffix in _MODEL_FILES]
     files += folder.glob("config.json")
     return digest_of_files(folder, files)
-
-
-def script_digest() -> str | None:
-    """Of the recipe that runs, whose loss may be edited between a checkpoint and its resume."""
-    script = getattr(sys.modules["__main__"], "__file__", None)
-    if not script or not Path(script).is_file():
-        return None
-    return digest_of_file(Path(script))
 
 
 def _refuse_other_job(folder: Path, facts: Mapping[str, Any]) -> None:

@@ -38,9 +38,8 @@ from toolkit.data.tokens import Split
 from toolkit.errors import UserError, first_line, listing
 from toolkit.launch.environment import OTHER_RANDOMNESS
 from toolkit.launch.signals import StopSignals
-from toolkit.training.checks import not_in_loss
+from toolkit.training.checks import LoopChecks
 from toolkit.training.dropout import install_fast_dropout
-from toolkit.training.loop_checks import LoopChecks
 from toolkit.utils import memory
 from toolkit.utils.modules import unwrapped
 
@@ -150,9 +149,8 @@ class Step:
         if sync_each_batch is None:
             sync_each_batch = accelerator.is_fsdp2
         self.steps.model, checks = model, self.steps.checks
-        checks.begin_step(
-            self.number, model, accumulates=sync_each_batch or not accelerator.is_fsdp2
-        )
+        model.train()
+        checks.begin_step(self.number, model)
         self._losses, self._ids, self._computed_tokens = (
             [],
             [],
@@ -168,10 +166,7 @@ class Step:
             self._computed_tokens += self._batch.inputs["input_ids"].numel()
             launch.explain_failures(partial(_explanation, self._batch, model))
             reduces = accelerator.sync_gradients or sync_each_batch
-            with (
-                contextlib.nullcontext() if reduces else accelerator.no_sync(model),
-                checks.micro_batch(model),
-            ):
+            with contextlib.nullcontext() if reduces else accelerator.no_sync(model):
                 yield self._batch
         launch.explain_failures(memory.explain_without_batch)  # in the optimizer's step
 
@@ -187,12 +182,8 @@ class Step:
         batch, accelerator = self._batch, self.steps.accelerator
         if batch is None:
             raise UserError("call step.mean() inside `for batch in step.micro_batches(model)`")
-        if losses.shape != batch.weights.shape:
-            shapes = f"shape {tuple(batch.weights.shape)}, and got {tuple(losses.shape)}"
-            remedy = "use reduction='none', without a mean over the batch"
-            raise UserError(f"step.mean() takes one loss per sample, {shapes}: {remedy}")
         checks = self.steps.checks
-        checks.check_losses(losses)
+        checks.check_losses(losses, len(batch.weights))
         weighted = (
             losses * batch.weights
         )  # (B,); weights: 1, or the class's; 0 for a padding sample
@@ -204,10 +195,10 @@ class Step:
         )
         if plugin is not None:  # as it was when the engine was created
             averaged_over = plugin.deepspeed_config["gradient_accumulation_steps"]
-        checks.mean_loss = weighted.sum() * (
-            accelerator.num_processes * averaged_over / self.loss_denominator
-        )
-        return checks.mean_loss
+        factor = accelerator.num_processes * averaged_over / self.loss_denominator
+        mean_loss = weighted.sum() * factor
+        checks.expect_backward(mean_loss)
+        return mean_loss
 
     def refuse_non_finite(self) -> None:
         """Raises UserError, in every process, when the gathered loss or gradient norm is not finite. fp16 skips steps
@@ -243,7 +234,8 @@ def _explanation(batch: Batch, model: torch.nn.Module, error: Exception) -> str 
             re.split(r"did not receive grad for rank \d+:", str(error))[-1].split("\n")[0].split()
         )
         trained = [name for name, each in unwrapped(model).named_parameters() if each.requires_grad]
-        return not_in_loss([trained[int(place)] for place in places])
+        unused = listing([trained[int(place)] for place in places], 4)
+        return f"the loss does not use {unused}, which is trained: leave it out of the model, or freeze it"
     if "already been lazily initialized" in str(error):  # FSDP2's
         why = "under FSDP2 the model's parts (its word embeddings, say) can be called only in its own forward"
         return f"{why}: make your change there, in your own model class, or launch with ddp (accelerate_configs/)"
@@ -299,7 +291,7 @@ class Steps:
         self.stop_signal = 0
         """Number of a stop signal (SIGTERM, SIGUSR1, Ctrl-C) that any process received, or 0."""
         self.signals = StopSignals(accelerator.is_main_process)
-        self.checks = LoopChecks(accelerator)
+        self.checks = LoopChecks()
         self.model: Any = None
         """Prepared; set by the first step."""
         self.set_randomness: Callable[[], None] = self._seed_dropout
@@ -319,7 +311,7 @@ class Steps:
         self.set_randomness()
         device = self.accelerator.device
         reset_peak_memory(device)  # exclude data, a teacher, and the search for a batch size
-        with self.signals, self.checks.patch_accelerator():
+        with self.signals:
             remaining = self._remaining()
             step = next(remaining, None)
             while step is not None:
