@@ -103,7 +103,7 @@ LOOPS: dict[str, tuple[Loop, tuple[str, ...]]] = {
     "no zero_grad": (lambda it: it.backward(it.mean(it.losses())), ("step 2", "zero_grad")),
     "no step": (lambda it: it.backward(it.mean(it.losses())), ("step 1", "optimizer.step()")),
     "no scheduler": (lambda it: it.backward(it.mean(it.losses())), ("step 1", "scheduler.step()")),
-    "no micro-batches": (lambda it: it.backward(it.mean(it.losses())), ("step 2", "micro_batches")),
+    "no micro-batches": (lambda it: it.backward(it.mean(it.losses())), ("step 2", "0 means")),
     "dropout in the evaluation": (
         lambda it: it.backward(it.mean(it.losses())), ("model.eval()",)),
     "no norm": (lambda it: it.backward(it.mean(it.losses())), ("step 1", "clip_grad_norm_")),
