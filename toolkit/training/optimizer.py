@@ -37,8 +37,9 @@ def make_optimizer(model: torch.nn.Module, settings: TrainingSettings) -> torch.
     fails."""
     kind = _optimizer_class(settings.optimizer)
     arguments = _arguments(settings.optimizer_args)
-    if kind is torch.optim.AdamW and not {"foreach", "differentiable"} & arguments.keys():
-        arguments = {"fused": True, **arguments}
+    if kind is torch.optim.AdamW:
+        others = {"foreach", "differentiable"} & arguments.keys()
+        arguments = {"fused": not others, **arguments}
     rate = settings.learning_rate
     groups = parameter_groups(model, settings.weight_decay, rate, settings.layerwise_lr_decay)
     try:
@@ -73,7 +74,7 @@ def _arguments(text: str | None) -> dict[str, Any]:
     arguments = {}
     try:
         call = ast.parse(f"_({text or ''})", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
+        if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
             raise ValueError("each argument needs a name")
         for word in call.keywords:
             arguments[str(word.arg)] = ast.literal_eval(word.value)

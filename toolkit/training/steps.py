@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -221,6 +222,12 @@ class Steps:
 
     def explain(self, batch: Batch, error: Exception) -> str | None:
         """The line for a failure in a micro-batch; None for one that has no known cause."""
+        unused = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))  # DDP's
+        if unused:
+            items = unwrapped(self.model).named_parameters()
+            trained = [name for name, each in items if each.requires_grad]
+            names = listing([trained[int(place)] for place in unused[1].split()], 4)
+            return f"the loss does not use {names}: leave it out of the model, or freeze it"
         modules = self.model.modules()
         recomputes = any(getattr(part, "gradient_checkpointing", False) for part in modules)
         return memory.explain(batch, recomputes, error)
