@@ -33,7 +33,7 @@ from toolkit.training.optimizer import unwrapped_optimizer
 from toolkit.training.resume import Resumed, identity_of, resume_from
 from toolkit.training.run_folder import open_run_folder
 from toolkit.training.steps import Step, StepMetrics, Steps
-from toolkit.training.verified import script_digest, verification_note
+from toolkit.training.verified import script_digest, strategy_name, verification_note
 from toolkit.utils.features import features, hooks, write_results
 from toolkit.utils.files import explain_write_errors
 from toolkit.utils.modules import unwrapped
@@ -330,6 +330,7 @@ class Run:
         }
         extra_fields = {
             "identity": self.facts["identity"],
+            "strategy": strategy_name(self.accelerator),
             "model_class": type(unwrapped(self.checkpoints.model)).__name__,
             "optimizer": type(unwrapped_optimizer(self.checkpoints.optimizer)).__name__,
             "resumed_from": str(resumed.folder) if resumed else None,
