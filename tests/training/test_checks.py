@@ -54,9 +54,9 @@ def test_an_optimizer_of_whole_parameters_needs_a_verification(
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     path = verified.record_path(str(verified.script_digest()))
     path.parent.mkdir()
-    path.write_text(json.dumps({"strategies": [kind]}))
+    path.write_text(json.dumps({"strategies": {kind: True}}))
     check_before_prepare(accelerator, model, own)
-    path.write_text('{"strategies": ["zero1"]}')
+    path.write_text(json.dumps({"strategies": {kind: False, "zero1": True}}))
     refusal(check_before_prepare, accelerator, model, own, says=[kind])
     monkeypatch.setenv(OTHER_RANDOMNESS, "0")  # it is being verified
     check_before_prepare(accelerator, model, own)
