@@ -80,6 +80,7 @@ def test_a_model_outside_of_its_run(
         "text,more,label\n" + "a film,good,pos\na book,bad,neg\n" * 9
     )
     files: Any = {"train_file": str(tmp_path / "pairs.csv"), "model_name_or_path": str(tiny_model)}
+
     def tokenizer_of(**options: Any) -> Any:
         run = Run(build(TaskSettings, {**files, **options, "mixed_precision": "no"}))
         run.load_data()
