@@ -15,7 +15,7 @@ from accelerate.scheduler import AcceleratedScheduler
 
 from toolkit import launch
 from toolkit.checkpoint.model_folder import load_weights, save_model
-from toolkit.config import PretrainedSettings, TaskSettings, flat, settings_of_features, tasks
+from toolkit.config import PretrainedSettings, flat, settings_of_features, tasks
 from toolkit.data.batches import collator_of
 from toolkit.data.prepare import Prepared, finish_data, prepare_data
 from toolkit.data.tokens import Split, load_tokenizer
@@ -83,17 +83,12 @@ class Run:
         self._started = time.monotonic()
 
     def load_data(self, model: PretrainedSettings | None = None) -> Prepared:
-        """Reads and tokenizes the files, once per machine, and computes the outputs of a
-        `--teacher`. `model`: the settings of the tokenizer's model, by default `settings.model`.
-        Raises UserError for every fault of the files."""
+        """Reads and tokenizes the files, once per machine. `model`: the settings of the tokenizer's
+        model, by default `settings.model`. Raises UserError for every fault of the files."""
         settings, accelerator = self.settings, self.accelerator
         model = model or settings.model
         self.tokenizer = load_tokenizer(model)
         data = prepare_data(settings, self.tokenizer, load_config(model), accelerator)
-        if isinstance(settings, TaskSettings) and settings.distillation.teacher:
-            from toolkit.evaluation.teacher import add_teacher_logits  # imports the models
-
-            data = add_teacher_logits(accelerator, settings, data, self.tokenizer)
         self.data = finish_data(settings, data, self.tokenizer, accelerator)
         # saved with the model: to truncate texts, and to find their columns, as here
         self.tokenizer.model_max_length = data.max_length
