@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
