@@ -21,7 +21,7 @@ import torch.nn.functional as F
 import toolkit
 from toolkit import config
 from toolkit.features.pretraining.data import masked_evaluation, masked_metrics
-from toolkit.features.pretraining.model import load_masked_model, with_new_tokens
+from toolkit.features.pretraining.model import load_masked_model
 from toolkit.features.pretraining.settings import PretrainSettings
 
 # Settings of the demo, for runs without data and model settings.
@@ -32,12 +32,7 @@ def main() -> None:
     settings = config.parse(PretrainSettings, demo=DEMO, description=__doc__)
     training = settings.training
     accelerator = toolkit.start_accelerator(settings)
-    pretrained = with_new_tokens(
-        settings.model, accelerator
-    )  # its tokenizer, with the words of --init_new_tokens
-    tokenizer, data = toolkit.load_data(
-        settings, accelerator, pretrained
-    )  # files -> tokens, once per machine
+    tokenizer, data = toolkit.load_data(settings, accelerator)  # files -> tokens, once per machine
 
     def loss_fn(
         logits: torch.Tensor, truth: torch.Tensor

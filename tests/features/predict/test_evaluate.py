@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import datasets
-import numpy as np
 import pytest
 
 from tests.faults import refusal
