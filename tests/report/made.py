@@ -30,6 +30,7 @@ def make_run(
         "labels": [],
         "problem_type": "title_generation",
         "pipeline_tag": "summarization",
+        "metric_for_best_model": "rougeL",
         "title_column": "标题",
         "max_target_length": 24,
     }

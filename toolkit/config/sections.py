@@ -156,7 +156,7 @@ class TextSettings:
     )
 
     train_file: str | None = None
-    """CSV, TSV, JSON, JSONL, Parquet, also .gz, .bz2, .xz; several by a pattern, 'part-*.csv';
+    """CSV, TSV, JSON, JSONL, Parquet, also .gz, .bz2; several by a pattern, 'part-*.csv';
     .txt: only texts."""
     validation_file: str | None = None
     """Evaluated during training; default: a part of the training rows is held out."""
@@ -218,6 +218,8 @@ class DataSettings(TextSettings):
     label_column: str | None = None
     """Several, `a,b,c`: multi-label for 0/1, regression for other numbers; default: inferred from
     the name."""
+    label_separator: str | None = None
+    """Between the names in one cell of several labels, `|`; default: cells are JSON lists."""
     label_names_file: str | None = None
     """JSON or JSONL: the names of classes that are numbers in the data, `["joy", "anger"]` or
     `{"0": "joy", ...}`."""

@@ -123,7 +123,7 @@ class ClassAnswers(Answers):
         import datasets  # takes half a second with pandas; a run already has its labels as numbers
 
         table = Table(datasets.Dataset.from_dict({"label": list(truth)}), "texts", "")
-        encoded = self.labels.in_columns(table, ("label",)).encode(table, np.arange(len(truth)))
+        encoded = self.labels.in_columns(table, ("label",)).encode(table)
         return classification_metrics(self.adjust_logits(outputs), encoded, self.labels)
 
     def prediction_lines(
