@@ -29,7 +29,7 @@ from toolkit.launch.signals import StopRequested
 from toolkit.pretrained import load_config
 from toolkit.report.files import RunFiles
 from toolkit.report.log import RunLog, RunSummary, start_trackers, tracker_names
-from toolkit.results import config_facts, evaluate_best_model
+from toolkit.report.results import config_facts, evaluate_best_model
 from toolkit.training.average import Average, average_as_weights
 from toolkit.training.batch_size import fit_batch_size
 from toolkit.training.checkpoints import Checkpoints
@@ -169,10 +169,8 @@ class Run:
         training = self._steps.settings
         per_device = training.per_device_eval_batch_size or 2 * training.micro_batch_size
         sizes = BatchSizes(per_device, training.max_tokens_per_batch)
-        labels = self.data.labels if self.data.facts.get("labels") else None
-        return Outputs(
-            self.accelerator, split, self.tokenizer, sizes, labels, is_trial=self._is_trial
-        )
+        answers = ClassAnswers(self.data.labels) if self.data.facts.get("labels") else None
+        return Outputs(self.accelerator, split, self.tokenizer, sizes, answers, self._is_trial)
 
     def say(self, line: str) -> None:
         """Prints a line, on one process."""
