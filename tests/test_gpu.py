@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from filelock import FileLock
 from safetensors.torch import load_file
-from transformers import BertConfig, BertForSequenceClassification, BertModel
+from transformers import BertConfig, BertModel
 
 from tests import test_half_precision as half
 from tests.jobs_worker import write_jobs
@@ -27,7 +27,6 @@ from tests.runs import begin, lines_of, losses_of, start, wait_for_steps
 from toolkit.features.padding_free import attention as packing
 from toolkit.features.padding_free.attention import Packed
 from toolkit.models.bigbird import attention as ways
-from toolkit.models.first_token import read_first_token_only
 
 REHEARSAL = bool(os.environ.get("TOOLKIT_REHEARSE_GPU_TESTS"))
 DEVICES = torch.cuda.device_count()
@@ -341,13 +340,6 @@ def test_techniques(wide_model: Path, reviews: Path, long_reviews: Path, tmp_pat
         assert_on_devices(tmp_path / name)
         assert all(torch.tensor(losses_of(tmp_path / name)).isfinite())
         assert lines_of(tmp_path / name / "eval.jsonl")
-
-
-def test_the_last_layer_of_a_model_on_the_gpu(wide_model: Path) -> None:
-    model = BertForSequenceClassification.from_pretrained(wide_model).to(
-        "cpu" if REHEARSAL else "cuda"
-    )
-    assert read_first_token_only(model)
 
 
 def test_compiled_layers(cls: list[Any], single: Path, tmp_path: Path) -> None:

@@ -97,16 +97,8 @@ def test_file_after_the_script_and_a_taken_port(
     with socket.create_server(("", 0)) as taken:
         way = ["--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "3", "--main_process_port",
                str(taken.getsockname()[1])]  # fmt: skip
-        command = [
-            "accelerate",
-            "launch",
-            "recipes/cls.py",
-            *settings,
-            "--output_dir",
-            tmp_path / "run",
-            *way,
-        ]
-        finished = start(command)
+        script = ["recipes/cls.py", *settings, "--output_dir", tmp_path / "run"]
+        finished = start(["accelerate", "launch", *script, *way])
     assert_run(finished, tmp_path / "run", reference, 3, "MULTI_CPU")
 
 

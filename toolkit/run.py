@@ -29,7 +29,7 @@ from toolkit.launch.signals import StopRequested
 from toolkit.pretrained import load_config
 from toolkit.report.files import RunFiles
 from toolkit.report.log import RunLog, RunSummary, start_trackers, tracker_names
-from toolkit.results import config_facts, evaluate_best_model
+from toolkit.report.results import config_facts, evaluate_best_model
 from toolkit.training.average import Average, average_as_weights
 from toolkit.training.batch_size import fit_batch_size
 from toolkit.training.checkpoints import Checkpoints
@@ -83,9 +83,8 @@ class Run:
         self._started = time.monotonic()
 
     def load_data(self, model: PretrainedSettings | None = None) -> Prepared:
-        """Reads and tokenizes the files, once per machine. `model`: the settings of the
-        tokenizer's model, by default `settings.model`.
-        Raises UserError for every fault of the files."""
+        """Reads and tokenizes the files, once per machine. `model`: the settings of the tokenizer's
+        model, by default `settings.model`. Raises UserError for every fault of the files."""
         settings, accelerator = self.settings, self.accelerator
         model = model or settings.model
         self.tokenizer = load_tokenizer(model)
@@ -170,10 +169,8 @@ class Run:
         training = self._steps.settings
         per_device = training.per_device_eval_batch_size or 2 * training.micro_batch_size
         sizes = BatchSizes(per_device, training.max_tokens_per_batch)
-        labels = self.data.labels if self.data.facts.get("labels") else None
-        return Outputs(
-            self.accelerator, split, self.tokenizer, sizes, labels, is_trial=self._is_trial
-        )
+        answers = ClassAnswers(self.data.labels) if self.data.facts.get("labels") else None
+        return Outputs(self.accelerator, split, self.tokenizer, sizes, answers, self._is_trial)
 
     def say(self, line: str) -> None:
         """Prints a line, on one process."""

@@ -1,7 +1,6 @@
 """Promises: which machine this one is, and why, from options, config file and environment; the
 first one's address; what cannot be decided is an error. A store listens on one address."""
 
-import ipaddress
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 
 from tests.faults import refusal
 from tests.runs import free_port
@@ -24,27 +22,20 @@ FIRST, SECOND, ELSEWHERE = "10.0.0.1", "10.0.0.2", "10.9.9.9"
 def pretend_network(
     monkeypatch: pytest.MonkeyPatch,
     own: Sequence[str] = (),
-    names: Mapping[str, Sequence[str]] | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> None:
-    """Gives this machine the addresses `own` (and 127.0.0.1), and a resolver that knows only `names`."""
-    known = {"localhost": ["127.0.0.1"], **(names or {})}
-
-    interfaces = {
-        name: [SimpleNamespace(family=socket.AF_INET, address=address) for address in addresses]
-        for name, addresses in {"lo": ["127.0.0.1"], "eth0": own}.items()
-    }
+    """Gives this machine the addresses `own` (and 127.0.0.1), and a resolver that knows `names`."""
+    known = {"localhost": "127.0.0.1", **(names or {})}
+    interfaces = {}
+    for name, addresses in {"lo": ["127.0.0.1"], "eth0": own}.items():
+        entries = [SimpleNamespace(family=socket.AF_INET, address=one) for one in addresses]
+        interfaces[name] = entries
 
     def resolve(host: str, port: object, *_: object, **__: object) -> list[Any]:
-        try:
-            addresses: Sequence[str] = [str(ipaddress.ip_address(host))]
-        except ValueError:
-            addresses = known.get(host, [])
-        if not addresses:
+        address = host if host[:1].isdigit() else known.get(host)
+        if not address:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return [
-            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, int(str(port or 0))))
-            for address in addresses
-        ]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, int(str(port or 0))))]
 
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
@@ -54,25 +45,20 @@ Find = Callable[..., Machines]
 
 
 @pytest.fixture
-def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
+def find(monkeypatch: pytest.MonkeyPatch) -> Find:
     """`find({options}, {environment}, own=[...], **config)` -> the machines, by default two."""
 
-    def find_in_file(
+    def find_with(
         options: Mapping[str, str] | None = None,
         env: Mapping[str, str] | None = None,
         own: Sequence[str] = (ELSEWHERE,),
         **config: object,
     ) -> Machines:
         pretend_network(monkeypatch, own)
-        path = tmp_path / "mine.yaml"
-        path.write_text(
-            yaml.safe_dump({"num_machines": 2, **config}, sort_keys=False), encoding="utf-8"
-        )
-        return find_machines(
-            options or {}, yaml.safe_load(path.read_text(encoding="utf-8")), path, env or {}
-        )
+        config = {"num_machines": 2, **config}
+        return find_machines(options or {}, config, Path("mine.yaml"), env or {})
 
-    return find_in_file
+    return find_with
 
 
 @pytest.mark.parametrize(
@@ -143,7 +129,7 @@ def test_options_override_the_file(find: Find) -> None:
      ("gpu2", False), ("nobody", False), ("", False)],
 )  # fmt: skip
 def test_is_this_machine(monkeypatch: pytest.MonkeyPatch, name: str, own: bool) -> None:
-    pretend_network(monkeypatch, [FIRST], {"gpu1": [FIRST], "gpu2": [SECOND], "me": ["127.0.1.1"]})
+    pretend_network(monkeypatch, [FIRST], {"gpu1": FIRST, "gpu2": SECOND, "me": "127.0.1.1"})
     assert is_this_machine(name) is own
 
 
@@ -156,10 +142,10 @@ def test_address_to_serve(
     monkeypatch: pytest.MonkeyPatch, name: str, local: bool, listens: str
 ) -> None:
     """Never all addresses."""
-    pretend_network(monkeypatch, [FIRST], {"gpu1": [FIRST], "me": ["127.0.1.1"]})
+    pretend_network(monkeypatch, [FIRST], {"gpu1": FIRST, "me": "127.0.1.1"})
     monkeypatch.setattr(network, "source_address_for", lambda _: None)  # no route
     assert address_to_serve(name, local) == listens
-    pretend_network(monkeypatch, [FIRST, SECOND], {"me": ["127.0.1.1"]})
+    pretend_network(monkeypatch, [FIRST, SECOND], {"me": "127.0.1.1"})
     refusal(address_to_serve, "me", False, says=["me is 127.0.1.1 here", FIRST, SECOND])
 
 

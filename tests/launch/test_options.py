@@ -3,7 +3,6 @@ whatever would be ignored, or start another world, is an error."""
 
 import json
 import os
-from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,9 +39,8 @@ by_name = attrgetter("name")
 
 def planned(path: Path | str, **options: str) -> Request:
     words = [f"--{name}={value}" for name, value in options.items()]
-    return plan_launch(
-        split_arguments(["--config_file", str(path), *words])[0], [SCRIPT, "--seed", "3"], {}
-    )
+    parsed, _ = split_arguments(["--config_file", str(path), *words])
+    return plan_launch(parsed, [SCRIPT, "--seed", "3"], {})
 
 
 @pytest.fixture(autouse=True)
@@ -52,38 +50,24 @@ def _network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def deepspeed_file_of(request: Request) -> str | None:
-    if request.deepspeed_config is None:
-        return None
-    path = Path(request.deepspeed_config).resolve()
-    assert path in DEEPSPEED_FILES
-    return path.name
-
-
-@pytest.fixture
-def config_file(tmp_path: Path) -> Callable[..., Path]:
-    def write(text: str = "", **values: object) -> Path:
-        path = tmp_path / "mine.yaml"
-        path.write_text(text or yaml.safe_dump(values), encoding="utf-8")
-        return path
-
-    return write
+    return request.deepspeed_config and Path(request.deepspeed_config).name
 
 
 @pytest.mark.parametrize(
     ("argv", "options", "rest"),
     [
         ("a.yaml --config-file=x.yaml --seed 3", {"config_file": "x.yaml"}, "a.yaml --seed 3"),
-        ("--num_processes 2 --machine_rank=1 --main_process_ip h --main-process-port 5",
-         {"num_processes": "2", "machine_rank": "1", "main_process_ip": "h", "main_process_port": "5"}, ""),
-        ("--max-restarts 2 --rendezvous_timeout=9 --ddp-timeout 8 x",
-         {"max_restarts": "2", "rendezvous_timeout": "9", "ddp_timeout": "8"}, "x"),
-        # deepspeed's launcher adds --local_rank
-        ("--local_rank=1 --deepspeed_config z.json --train_file t",
-         {"deepspeed_config": "z.json", "local_rank": "1"}, "--train_file t"),
+        (
+            "--machine_rank=1 --main-process-port 5",
+            {"machine_rank": "1", "main_process_port": "5"},
+            "",
+        ),
+        ("--rendezvous_timeout=9 x", {"rendezvous_timeout": "9"}, "x"),
+        ("--local_rank=1 --train_file t", {"local_rank": "1"}, "--train_file t"),  # deepspeed's
         ("num_processes --train_file config_file", {}, "num_processes --train_file config_file"),
         ("--config_file a --config_file b", {"config_file": "b"}, ""),
     ],
-)  # fmt: skip
+)
 def test_split(argv: str, options: dict[str, Any], rest: str) -> None:
     parsed, remaining = split_arguments(argv.split())
     assert {name: value for name, value in vars(parsed).items() if value is not None} == options
@@ -160,39 +144,28 @@ def test_invalid_options(path: str, options: dict[str, str], words: str) -> None
     refusal(planned, f"accelerate_configs/{path}.yaml", **options, match=words)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["- a\n", "a: [\n", "num_processes: 2\n", "distributed_type: MULTI_GPU\nnum_machines: two\n",
-     "distributed_type: MEGATRON_LM\nnum_processes: 2\n"],
-)  # fmt: skip
-def test_invalid_config_files(config_file: Callable[..., Path], text: str) -> None:
-    path = config_file(text)
+CPU = "distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n"
+INVALID = ["- a\n", "a: [\n", "num_processes: 2\n", "distributed_type: MEGATRON_LM\n"]
+
+
+@pytest.mark.parametrize("text", [*INVALID, "distributed_type: MULTI_GPU\nnum_machines: two\n"])
+def test_invalid_config_files(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
     refusal(planned, path, says=[str(path)])
 
 
 def test_options_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # files are found from another folder
-    options = {
-        "num_processes": "7",
-        "max_restarts": "3",
-        "deepspeed_config": "ds_configs/zero3.json",
-    }
-    request = planned("accelerate_configs/zero2.yaml", **options)
-    assert request.config_file == REPOSITORY / "accelerate_configs/zero2.yaml"
-    assert (request.processes, request.max_restarts, deepspeed_file_of(request)) == (
-        7,
-        3,
-        "zero3.json",
-    )
+    options = {"num_processes": "7", "max_restarts": "3"}
+    file = "accelerate_configs/zero2.yaml"
+    request = planned(file, **options, deepspeed_config="ds_configs/zero3.json")
+    assert request.config_file == REPOSITORY / file
+    assert (request.processes, request.max_restarts) == (7, 3)
+    assert deepspeed_file_of(request) == "zero3.json"
 
 
-OTHERS = {
-    "HOME": "/h",
-    "PATH": "/bin",
-    "CUDA_VISIBLE_DEVICES": "0",
-    "NCCL_DEBUG": "INFO",
-    "NODE_RANK": "1",
-}
+OTHERS = {"HOME": "/h", "CUDA_VISIBLE_DEVICES": "0", "NCCL_DEBUG": "INFO", "NODE_RANK": "1"}
 
 
 @pytest.mark.parametrize("outer", [TORCHRUN, DEEPSPEED, OPEN_MPI, SRUN])
@@ -209,15 +182,13 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> None:
 
 
 @pytest.mark.usefixtures("_no_variables")
-def test_what_accelerate_would_misread(config_file: Callable[..., Path]) -> None:
-    path = config_file(distributed_type="MULTI_CPU", num_processes=2, use_cpu=True)
-    request = take_options([SCRIPT, "--config_file", str(path)], None)[1]
-    assert request is not None
+def test_a_file_for_cpus(tmp_path: Path) -> None:
+    """`accelerate launch` would start one process."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(CPU)
+    request = planned(path)
     assert request.processes == 2
-    env = accelerate_environment(request)
-    assert (env["ACCELERATE_USE_CPU"], env["ACCELERATE_MIXED_PRECISION"]) == ("true", "no")
-    env = accelerate_environment(planned(config_file("distributed_type: NO\nnum_processes: 2\n")))
-    assert env["ACCELERATE_MIXED_PRECISION"] == "no"
+    assert accelerate_environment(request)["ACCELERATE_USE_CPU"] == "true"
 
 
 @pytest.mark.usefixtures("_no_variables")
@@ -259,9 +230,8 @@ def test_what_would_have_no_effect(
 ) -> None:
     """Each would silently train another way than requested, or a model per machine."""
     line = ["python", "/bin/accelerate", "launch", *before.split(), SCRIPT, *behind.split()]
-    monkeypatch.setattr(
-        environment.psutil, "Process", lambda _: SimpleNamespace(cmdline=lambda: line)
-    )
+    parent = SimpleNamespace(cmdline=lambda: line)
+    monkeypatch.setattr(environment.psutil, "Process", lambda _: parent)
     os.environ.update(outer)
     if says:
         refusal(take_options, [SCRIPT, *behind.split()], None, says=[says])

@@ -84,10 +84,10 @@ def _exit_on_failure(work: Callable[[], object]) -> None:
     except SystemExit as error:
         if isinstance(error.code, str):
             fail(_failure(error.code.removeprefix("error: ")))
-        if error.code:
-            close_resources()
+        if not error.code:
+            _exit_at_end()
+        elif _place().world_size > 1:
             _exit(error.code)
-        _exit_at_end()
         raise
     except UserError as error:
         fail(replace(_failure(str(error)), permanent=True))

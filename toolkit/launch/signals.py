@@ -68,15 +68,12 @@ class StopSignals:
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
-        if not self.requested:
-            self.requested, self._since = number, now
-            self._print(number)
-        elif number == signal.SIGINT and now - self._since > _REPEAT_SECONDS:
-            raise KeyboardInterrupt
-
-    def _print(self, number: int) -> None:
-        """Not for SIGTERM, which launchers send after a failure, too."""
-        if self._prints and number != signal.SIGTERM:
+        if self.requested:
+            if number == signal.SIGINT and now - self._since > _REPEAT_SECONDS:
+                raise KeyboardInterrupt
+            return
+        self.requested, self._since = number, now
+        if self._prints and number != signal.SIGTERM:  # which launchers send after a failure, too
             line = f"\n{signal.Signals(number).name}: stopping after this step, with a checkpoint\n"
             with contextlib.suppress(OSError):  # the terminal is closed
                 os.write(2, line.encode())  # a signal handler must not wait for a stream's lock

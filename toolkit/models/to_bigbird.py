@@ -174,9 +174,8 @@ def _write_bigbird(
 
 def _describe(bert: Bert) -> str:
     """Which heads are kept, and which are not."""
-    prefixes = ("bert.", _MLM) if bert.has(_MLM) else "bert."
     present = set(bert.model.state_dict()) - bert.missing
-    dropped = bert.unused | {key for key in present if not key.startswith(prefixes)}
+    dropped = bert.unused | {key for key in present if not key.startswith(("bert.", _MLM))}
     parts = ["MLM head kept" if bert.has(_MLM) else "the BERT has no MLM head to keep"]
     if not bert.has(_POOLER):
         parts.append("the BERT has no pooler")

@@ -41,11 +41,12 @@ class DistillationFeature(Feature):
         return {"distillation": DistillationSettings}
 
     def data(self, settings: Any, data: Any, tokenizer: Any, accelerator: Any) -> Any:
-        if section_in(settings, DistillationSettings).teacher is None:
+        teacher = section_in(settings, DistillationSettings).teacher
+        if teacher is None:
             return data
         from toolkit.features.distillation.teacher import add_teacher_logits
 
-        return add_teacher_logits(accelerator, settings, data, tokenizer)
+        return add_teacher_logits(accelerator, settings, teacher, data, tokenizer)
 
     def objective(self, settings: Any, objective: Any, data: Any) -> Any:
         distillation = section_in(settings, DistillationSettings)

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast, gather_object
 
 from toolkit import launch
-from toolkit.config import ModelSettings, TaskSettings, section_in
+from toolkit.config import ModelSettings, TaskSettings
 from toolkit.data.labels import Labels
 from toolkit.data.prepare import Prepared
 from toolkit.data.tokens import (
@@ -27,7 +27,6 @@ from toolkit.data.tokens import (
 from toolkit.errors import UserError, first_line, listing
 from toolkit.evaluation.answers import ClassAnswers, labels_of
 from toolkit.evaluation.outputs import predict
-from toolkit.features.distillation.feature import DistillationSettings
 from toolkit.launch.precision import autocast
 from toolkit.pretrained import load_config, model_digest
 from toolkit.utils.cache import cache_folder, cached_folder, digest_of_text
@@ -36,7 +35,7 @@ _FILE = "logits.npy"
 
 
 def add_teacher_logits(
-    accelerator: Accelerator, settings: TaskSettings, data: Prepared, tokenizer: Any
+    accelerator: Accelerator, settings: TaskSettings, name: str, data: Prepared, tokenizer: Any
 ) -> Prepared:
     """Adds the logits of `--teacher` for every training row to the data as the column `teacher`; a
     collective. The digest of the data then depends on the teacher.
@@ -44,7 +43,6 @@ def add_teacher_logits(
     Each row is computed exactly once, in any number of processes, unless the logits are cached.
     Raises UserError for a teacher with other labels or another tokenizer.
     """
-    name = str(section_in(settings, DistillationSettings).teacher)
     try:
         folder = _logits_folder(accelerator, settings, data, tokenizer, name)
     except UserError as error:
