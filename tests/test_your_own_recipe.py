@@ -1,6 +1,7 @@
 """docs/your-own-recipe.md: each edit of recipes/cls.py runs, with equal losses under every launch."""
 
 import functools
+import hashlib
 import itertools
 import json
 import re
@@ -16,8 +17,11 @@ import torch
 from safetensors.numpy import load_file
 from transformers import AutoModelForSequenceClassification, BertConfig, BertModel
 
-from tests.jobs_worker import run_jobs, write_jobs
-from tests.runs import ROOT, WAYS, lines_of, losses_of, recipe
+from tests import inputs
+from tests.jobs_worker import run_jobs
+from tests.matrix import TINY, JobError, runs
+from tests.runs import ROOT, WAYS, lines_of, losses_of
+from toolkit.features.verify.numbers import Numbers
 
 PAGES = [ROOT / "docs" / "your-own-recipe.md", ROOT / "docs" / "your-own-recipe.zh.md"]
 AGAIN = ("learned", "sgd", "schedule", "own_model", "noise")  # stopped and resumed, too
@@ -478,31 +482,61 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_edit_is_an_error_before_a_bad_step(
-    name: str, tmp_path: Path, tiny_model: Path, reviews: Path
-) -> None:
-    way, edit, before, after, says = WRONG[name]
+TABLE = [*TINY, "--train_file", inputs.reviews, "--learning_rate", "5e-3", "--lr_scheduler_type", "constant",
+         "--global_batch_size", 31, "--max_eval_samples", 32, "--max_steps", 8, "--eval_every", 4,
+         "--checkpoint_every", 5]  # fmt: skip
+
+
+def job(name: str, way: str, *more: Any) -> Path:
+    """The run of a wrong edit under a way. Raises JobError."""
+    _, edit, before, after, *_ = WRONG[name]
     text = edited(edits_of(PAGES[0])[edit])
     assert text.count(before) == 1
-    (tmp_path / "own_wrong.py").write_text(text.replace(before, after), encoding="utf-8")
-    data = ["--train_file", reviews, "--model_name_or_path", tiny_model]
-    job = ["own_wrong", *data, *COMMON, "--max_steps", STEPS, "--output_dir", tmp_path / "run",
-           "--mixed_precision", "fp16" if "fp16" in name else "no"]  # fmt: skip
-    finished = recipe(write_jobs(tmp_path, [job]), *WAYS[way], script="tests/jobs_worker.py")
-    finished.says_in_one_line(*says)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    logged = {
-        "requires_grad": 2,
-        "dropout": 2,
-        "outputs": 2,
-        "micro-batches": 1,
-        "after a step": 1,
-        " late": 3,
-    }
-    steps = max((logged[part] for part in logged if part in name), default=0)
-    assert len(lines_of(metrics) if metrics.exists() else []) == steps
+    digest = hashlib.sha1(name.encode()).hexdigest()[:10]
+    path = inputs.session_folder() / f"edited_{digest}.py"
+    path.write_text(text.replace(before, after), encoding="utf-8")
+    label = " ".join([digest, *(str(word) for word in more if not callable(word))])
+    return runs(way).run(
+        label, "tests.edited_recipe", [path, *TABLE, "--per_device_batch_size", 3, *more], 90
+    )
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", WRONG)
+def test_outcome(name: str) -> None:
+    way = WRONG[name][0]
+    out: dict[str, Any] = {"name": name, "way": way}
+    precision = ["--mixed_precision", "fp16" if "fp16" in name else "no"]
+    try:
+        run = job(name, way, *precision)
+        if way == "single":
+            others = {
+                "single5": ("single", ["--per_device_batch_size", 5]),
+                "ddp": ("ddp x2", precision),
+                "zero2": ("zero2 x2", precision),
+            }
+            if "fp16" in name:
+                others = {"fp32": ("single", ["--mixed_precision", "no"])}
+            for key, (other, words) in others.items():
+                try:
+                    out[key] = Numbers.of_run(job(name, other, *words)).differences(
+                        Numbers.of_run(run)
+                    )
+                except JobError as error:
+                    out[key] = f"{error.kind}: {error.message[:200]}"
+        else:
+            try:
+                out["single"] = Numbers.of_run(run).differences(
+                    Numbers.of_run(job(name, "single", *precision))
+                )
+            except JobError as error:
+                out["single"] = f"{error.kind}: {error.message[:200]}"
+        resumed = job(name, way, *precision, "--resume", lambda: run / "checkpoints/step-00000005")
+        out["resumed"] = Numbers.of_run(resumed, 5).differences(Numbers.of_run(run, 5))
+    except JobError as error:
+        out["error"] = f"{error.kind}: {error.message[:300]}"
+    with open("/tmp/outcomes.jsonl", "a") as f:
+        f.write(json.dumps(out) + "\n")
 
 
 def test_a_loop_that_ends_early_is_logged_evaluated_and_saved(
