@@ -72,7 +72,7 @@ def make_settings(output_dir: str, samples: int, length: int) -> Any:
 
 def load_job(settings: Any, samples: int) -> Job:
     """The same weights (with the new head) and samples for every contestant."""
-    from toolkit.data.prepare import add_collator, prepare_data
+    from toolkit.data.prepare import finish_data, prepare_data
     from toolkit.data.tokens import load_tokenizer
     from toolkit.models.classifier import load_classifier
     from toolkit.pretrained import load_config
@@ -80,8 +80,11 @@ def load_job(settings: Any, samples: int) -> Job:
     tokenizer = load_tokenizer(settings.model)
     data = prepare_data(settings, tokenizer, load_config(settings.model))
     held_back = sample_of(data.validation, min(len(data.validation), TEXTS[data.max_length][2]))
-    data = add_collator(
-        settings, replace(data, train=sample_of(data.train, samples), validation=held_back)
+    data = finish_data(
+        settings,
+        replace(data, train=sample_of(data.train, samples), validation=held_back),
+        tokenizer,
+        None,
     )
     return Job(settings, tokenizer, data, load_classifier(settings.model, data.labels, SEED))
 

@@ -299,7 +299,7 @@ def job_of(spec: dict[str, Any], folder: str) -> Any:
 
     from toolkit.config import TaskSettings, build
     from toolkit.data.labels import Labels
-    from toolkit.data.prepare import Prepared, add_collator
+    from toolkit.data.prepare import Prepared, finish_data
 
     longest = int(spec["texts"].split()[0]) if spec["texts"][0].isdigit() else 512
     longest = min(longest, 48) if spec["tiny"] else longest
@@ -320,9 +320,11 @@ def job_of(spec: dict[str, Any], folder: str) -> Any:
         for seed, name in enumerate(("train", "validation"))
     }
     labels = Labels("single_label_classification", ("0", "1"), ("label",))
-    data = add_collator(
+    data = finish_data(
         settings,
         Prepared(Path(folder), "random", "text", None, longest, (), labels, test=None, **splits),
+        None,
+        None,
     )
     job = contestants.Job(settings, tokenizer_of(), data, model_of(spec), warm_steps)
     return job if spec["task"] == "train" else dataclasses.replace(job, warm_steps=0)

@@ -37,7 +37,7 @@ from typing import Any, NoReturn
 _IMPORTED = ("datasets", "deepspeed", "sklearn.metrics", "sklearn.model_selection", "sklearn.multiclass",
              "sklearn.feature_extraction.text", "sklearn.linear_model", "toolkit.report.html", "toolkit.report.card",
              "toolkit.features.baselines.baselines", "toolkit.features.compare.command",
-             "toolkit.features.decisions.decisions", "toolkit.features.folds.split",
+             "toolkit.features.decisions.decisions",
              "matplotlib.backends.backend_svg", "toolkit.launch.launcher", "recipes.cls", "recipes.bigbird",
              "recipes.title", "toolkit.api", "toolkit.run", "toolkit.training.prepare", "toolkit.models.to_bigbird",
              "torch.distributed.checkpoint.state_dict", "torch.utils.tensorboard", "deepspeed.launcher.runner",

@@ -6,7 +6,6 @@ import shutil
 import sys
 from pathlib import Path
 from textwrap import indent
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -20,7 +19,6 @@ from tests.faults import refusal
 from tests.report.made import classifier
 from tests.runs import ROOT, edit_json, fork, free_port, lines_of, losses_of, recipe, start
 from toolkit.data.labels import Labels
-from toolkit.features.explain.feature import FEATURE as EXPLAIN
 
 MORE = (
     'dropout=0.0, mixed_precision="no", report_to="none", global_batch_size=12, per_device_batch_size=6, '
@@ -165,14 +163,11 @@ def test_a_model_without_a_layer_of_its_config_is_not_loaded(
     model: Path, tmp_path: Path, no_launcher: None
 ) -> None:
     """As saved by a recipe that removes layers; transformers would initialize them randomly."""
-    data: Any = SimpleNamespace(facts={"labels": ["a", "b"]})
-    assert EXPLAIN.results(model.parent, None, data, None, None)
     cut = AutoModelForSequenceClassification.from_pretrained(model)
     del cut.base_model.encoder.layer[-1]
     cut.save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "model")
     refusal(toolkit.predict, tmp_path / "model", ["good"], says=["config.json", "encoder.layer.1."])
-    assert not EXPLAIN.results(tmp_path, None, data, None, None)
 
 
 def test_anything_but_texts_is_refused(model: Path, tiny_model: Path, no_launcher: None) -> None:

@@ -16,14 +16,13 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from tests import inputs
 from tests.architectures import make_architecture
 from tests.matrix import TINY, runs
-from tests.runs import assert_same_run, edit_json, failed, lines_of, losses_of, recipe
+from tests.runs import assert_same_run, edit_json, failed, losses_of
 from toolkit.config import ModelSettings, TaskSettings, build
 from toolkit.data.labels import Labels
 from toolkit.data.prepare import prepare_data
 from toolkit.data.tokens import load_tokenizer
 from toolkit.evaluation.teacher import add_teacher_logits
 from toolkit.models.classifier import load_classifier
-from toolkit.models.to_bigbird import long_model
 from toolkit.objective.second_targets import distillation_losses
 from toolkit.pretrained import load_config
 
@@ -147,41 +146,6 @@ def test_two_processes_compute_the_teacher_together(teacher: Path, tmp_path: Pat
     run = distilled("ddp x2", "together", copy)
     assert "training rows, once" in runs("ddp x2").log("distilled together")
     assert_same_run(run, distilled("single", "first", teacher))
-
-
-def test_pairs_in_folds_of_the_long_recipe(
-    sharp_model: Path, reviews: Path, tmp_path: Path
-) -> None:
-    """Each fold uses the teacher's logits of its rows: compares its first loss, over all of them."""
-    table = pd.read_csv(reviews)
-    rows = table[:40].assign(other=table["text"][60:100].to_list())
-    rows.to_csv(tmp_path / "rows.csv", index=False)
-    teacher, student = (load_classifier(long_model(ModelSettings(model_name_or_path=str(sharp_model), dropout=0,
-                                                                 num_hidden_layers=layers), 200), LABELS, 3).eval()
-                        for layers in (2, 1))  # fmt: skip
-    teacher.classifier.out_proj.weight.data *= 100
-    teacher.save_pretrained(tmp_path / "teacher")
-    tokenizer = AutoTokenizer.from_pretrained(sharp_model)
-    tokenizer.save_pretrained(tmp_path / "teacher")
-    recipe("--model_name_or_path", sharp_model, "--num_hidden_layers", 1, "--train_file", tmp_path / "rows.csv",
-                  "--text_column", "text", "--text_pair", "other", "--max_length", 200, "--max_steps", 2,
-                  "--dropout", 0, "--mixed_precision", "no", "--seed", 3, "--report_to", "none",
-                  "--per_device_batch_size", 8, "--global_batch_size", 40, "--folds", 2, "--teacher",
-                  tmp_path / "teacher", "--distillation_alpha", 1, "--output_dir", tmp_path / "folds",
-                  script="recipes/bigbird.py").succeeded()  # fmt: skip
-    for fold in (1, 2):
-        held_out = {
-            line["id"] for line in lines_of(tmp_path / f"folds/fold-{fold}/predictions.jsonl")
-        }
-        assert len(held_out) == 20
-        fold_rows = rows.drop(index=list(held_out))
-        texts = tokenizer(list(fold_rows["text"]), list(fold_rows["other"]), truncation="longest_first", max_length=200,
-                          padding=True, return_token_type_ids=False, return_tensors="pt")  # fmt: skip
-        with torch.no_grad():
-            outputs = student(**texts).logits, teacher(**texts).logits
-        expected = float(distillation_losses(*outputs, LABELS.problem_type, 2.0).mean())
-        assert expected > 0.01
-        assert losses_of(tmp_path / f"folds/fold-{fold}")[0] == pytest.approx(expected, rel=1e-4)
 
 
 def test_unsuitable_teachers(

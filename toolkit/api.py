@@ -14,7 +14,7 @@ from accelerate import Accelerator
 
 from toolkit import launch
 from toolkit.config import PretrainedSettings, TaskSettings, build, tasks
-from toolkit.data.prepare import Prepared, add_collator, prepare_data
+from toolkit.data.prepare import Prepared, finish_data, prepare_data
 from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UserError, did_you_mean
 from toolkit.evaluation.saved_model import COLUMNS, SavedModel, empty_text_warning, training_run
@@ -139,7 +139,7 @@ def load_data(
         from toolkit.evaluation.teacher import add_teacher_logits  # imports the models
 
         data = add_teacher_logits(accelerator, settings, data, tokenizer)  # in padded batches
-    data = add_collator(settings, data)
+    data = finish_data(settings, data, tokenizer, accelerator)
     tokenizer.model_max_length = data.max_length  # saved with the model, to truncate texts as here
     tokenizer.init_kwargs[COLUMNS] = _training_columns(settings, data)  # saved, too
     setattr(tokenizer, TOKENS, len(tokenizer))

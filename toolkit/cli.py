@@ -40,9 +40,6 @@ def build_parser(table: dict[str, Command] | None = None) -> Parser:
         )
         if command.add_arguments:
             command.add_arguments(subparser)
-        if command.extensible:
-            for feature in features():
-                feature.add_options(command.name, subparser)
     return parser
 
 

@@ -34,7 +34,7 @@ from toolkit.training.resume import Resumed, identity_of, resume_from
 from toolkit.training.run_folder import open_run_folder
 from toolkit.training.steps import Step, StepMetrics, Steps
 from toolkit.training.verified import script_digest, strategy_name, verification_note
-from toolkit.utils.features import features, hooks, write_results
+from toolkit.utils.features import features
 from toolkit.utils.files import explain_write_errors
 from toolkit.utils.modules import unwrapped
 from toolkit.utils.versions import versions
@@ -55,12 +55,8 @@ class Run:
         compute_metrics: ComputeMetrics,
         recipe: str,
     ) -> None:
-        """Raises UserError for a run in the folder that `--resume` excludes, a missing tracker, a
-        feature's setting that does not fit the data, or a `compute_metrics` without
-        `--metric_for_best_model`."""
-        user_settings = settings
-        for run_settings in hooks("run_settings", settings):
-            settings = run_settings(settings, data, accelerator)
+        """Raises UserError for a run in the folder that `--resume` excludes, a missing tracker, or
+        a `compute_metrics` without `--metric_for_best_model`."""
         tracker_names(settings.training.report_to)  # raises before the folder is created
         self.accelerator = accelerator
         self.settings = settings
@@ -79,7 +75,7 @@ class Run:
         self.best = make_best(accelerator, settings.training, data, compute_metrics)
         self.folder = open_run_folder(accelerator, settings.training, recipe, self.facts)
         self.files = RunFiles(accelerator, self.folder.path)
-        self.summary = RunSummary(accelerator, user_settings, data, self.schedule, self.folder.path)
+        self.summary = RunSummary(accelerator, settings, data, self.schedule, self.folder.path)
         self.answers = Answers()
         """Converts the best model's outputs to answers."""
         if data.facts.get("labels"):
@@ -272,7 +268,8 @@ class Run:
         if evaluation is not logged:
             self._log.log_evaluation(evaluation, self.best.step)
         self._close()
-        lines = write_results(self.folder.path, self.settings, self.data, evaluation, self.answers)
+        results = (self.folder.path, self.settings, self.data, evaluation, self.answers)
+        lines = [line for feature in features() for line in feature.results(*results)]
         if self.accelerator.is_main_process:
             self._print_results(evaluation, comparison, lines)
 
@@ -309,9 +306,6 @@ class Run:
         seconds = time.monotonic() - self._started
         lines = [*self.answers.describe(evaluation), *lines]
         print("\n".join(self.summary.end_lines(evaluation, comparison, seconds, lines)), flush=True)
-        for finished in hooks("finished", self.settings):
-            for line in finished(self.folder.path, self.settings):
-                print(line, flush=True)
 
     def _write_config(self, resumed: Resumed | None) -> None:
         data = self.data
@@ -327,6 +321,7 @@ class Run:
             "notes": data.notes,
             **asdict(self.schedule),
             "metric_for_best_model": self.best.metric,
+            "pipeline_tag": data.targets.pipeline_tag,
         }
         extra_fields = {
             "identity": self.facts["identity"],

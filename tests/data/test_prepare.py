@@ -1,7 +1,5 @@
 """toolkit/data/prepare.py and rows.py: files -> rows that take part -> one folder of tokens and labels."""
 
-import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +11,6 @@ import pytest
 
 from tests.faults import refusal
 from tests.prepared import MODEL
-from tests.runs import ROOT
-from toolkit.api import load_data
 from toolkit.config import LongTaskSettings, TaskSettings, TextSettings, build
 from toolkit.data.prepare import Prepared, _stratified_sample, prepare_data
 from toolkit.data.read import read_file, read_tables
@@ -176,30 +172,6 @@ def test_the_label_and_the_second_text_are_not_the_text(prepared: Prepare) -> No
     refusal(
         prepared, rows, validation_file=other, match=r"validation_file\.jsonl has no column 'text'"
     )
-
-
-def test_few_files_run_between_a_csv_and_its_tokens(
-    reviews: Path, tiny_model: Path, accelerator: Any, toolkit_cache: Path
-) -> None:
-    """From a CSV to tokens on disk through ten files and general helpers, and no feature that no setting turns on."""
-    files = {"train_file": str(reviews), "model_name_or_path": str(tiny_model)}
-    settings, called = build(TaskSettings, files), set()
-    sys.setprofile(lambda frame, event, _: event == "call" and called.add(frame.f_code))
-    try:
-        load_data(settings, accelerator)
-    finally:
-        sys.setprofile(None)
-    functions = [
-        code.co_filename for code in called if code.co_flags & inspect.CO_OPTIMIZED
-    ]  # no modules, no classes
-    names = {
-        name.removeprefix(f"{ROOT}/toolkit/")
-        for name in functions
-        if name.startswith(f"{ROOT}/toolkit/")
-    }
-    helpers = {name for name in names if name.startswith("utils/")}
-    assert helpers == {f"utils/{name}.py" for name in ("cache", "features", "files", "progress")}
-    assert len(names - helpers - {"demo.py", "errors.py"}) <= 10, names
 
 
 def state(folder: Path) -> list[tuple[str, int, int]]:

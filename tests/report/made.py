@@ -26,7 +26,7 @@ def make_run(
 ) -> Evaluation:  # fmt: skip
     """A run of 40 steps with 4 evaluations, the last the best; without labels a run on titles."""
     folder.mkdir()
-    learned: dict[str, Any] = {"labels": [], "problem_type": "title_generation", "title_column": "标题",
+    learned: dict[str, Any] = {"labels": [], "problem_type": "title_generation", "pipeline_tag": "summarization", "title_column": "标题",
                                "max_target_length": 24}  # fmt: skip
     if labels:
         learned = {"labels": list(labels.names), "problem_type": labels.problem_type}

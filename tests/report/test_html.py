@@ -1,10 +1,8 @@
 """toolkit/report/html.py and curves.py: one self-contained page, for every kind of task."""
 
 import re
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -380,17 +378,6 @@ def test_the_report_of_a_folder(three: Run) -> None:
     text = page_of(folder).text
     assert "The model at step 40, on the 60 samples of validation" in text
     assert "The saved model is that of step 20." in text
-    with pytest.MonkeyPatch.context() as folds:
-        explain = SimpleNamespace(add_options=lambda _, parser: parser.add_argument("--explain", type=int, default=1),
-                                  folder_page=lambda path: path / "report.html")  # fmt: skip
-        folds.setattr(html, "features", lambda: [explain])
-        write_report_of_folder(folder, Namespace(run=folder, explain=1))
-        refusal(
-            write_report_of_folder,
-            folder,
-            Namespace(run=folder, explain=5),
-            says=["--explain", str(folder)],
-        )
     (
         folder / "eval.jsonl"
     ).unlink()  # one killed before its first evaluation, in the middle of a line

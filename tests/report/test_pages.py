@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 from tests.features.compare.test_compare import made, predictions
-from tests.report.made import DECISIONS, add_comparison, make_run, write_lines
+from tests.report.made import DECISIONS, add_comparison, make_run
 from tests.report.test_html import NASTY, single
 from toolkit.data.labels import Labels
 from toolkit.evaluation import Evaluation
 from toolkit.features.compare.command import write_page
-from toolkit.features.folds.page import write_folds
 from toolkit.report.comparison import compare
 from toolkit.report.html import write_report
 
@@ -96,21 +95,6 @@ def comparison(folder: Path) -> Path:
     return folder / "compare.html"
 
 
-def folds(folder: Path) -> Path:
-    folder.mkdir()
-    (folder / "folds.json").write_text('{"folds": 2, "digest": "x"}')
-    for fold in (1, 2):
-        lines, numbers = single(
-            NAMES, np.eye(5)[np.arange(60) % 5] * 0.9 + 0.02, [5 * (p < 9) // 5 for p in range(60)]
-        )
-        lines = [line | {"id": 60 * (fold - 1) + place} for place, line in enumerate(lines)]
-        make_run(folder / f"fold-{fold}", LABELS, lines, numbers)
-        more = {"fold": fold, "tokens": 20, "sources": {}, "text_digest": "x", "text": TEXT}
-        write_lines(folder / f"fold-{fold}" / "out_of_fold.jsonl", [line | more for line in lines])
-    write_folds(folder)
-    return folder / "report.html"
-
-
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
@@ -120,7 +104,6 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     pages = {
         "report": report(folder / "run"),
         "compare": comparison(folder / "runs"),
-        "folds": folds(folder / "folds"),
     }
     keys = [(name, width) for name in pages for width in WIDTHS]
     frames = "".join(
@@ -138,7 +121,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("page", ["report", "compare", "folds"])
+@pytest.mark.parametrize("page", ["report", "compare"])
 def test_a_page_is_as_wide_as_its_window(page: str, width: int, measured: Measured) -> None:
     """A wider table scrolls within its frame, which shows a shade."""
     measures = measured[page, width]

@@ -23,7 +23,7 @@ class Marked:
 @pytest.mark.parametrize("part", [Plain, Marked])
 def test_a_section_of_a_feature(part: type, monkeypatch: pytest.MonkeyPatch) -> None:
     class Added(Feature):
-        def sections(self, settings_class: type) -> dict[str, type]:
+        def settings(self, settings_class: type) -> dict[str, type]:
             return {"mine": part}
 
     monkeypatch.setattr(features, "_REGISTERED", [Added()])

@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from toolkit.report.html import write_report_of_folder
 
-    print(write_report_of_folder(options.run, options))
+    print(write_report_of_folder(options.run))
 
 
-COMMAND = Command("report", "rewrite a run's report.html", run, add_arguments, extensible=True)
+COMMAND = Command("report", "rewrite a run's report.html", run, add_arguments)

@@ -60,7 +60,7 @@ def tasks() -> dict[str, type[Any]]:
     """Recipe -> settings class: the core's recipes, then those of features."""
     classes: dict[str, type[Any]] = {"cls": TaskSettings, "bigbird": LongTaskSettings}
     for feature in features():
-        classes |= feature.tasks
+        classes |= feature.recipes
     return classes
 
 
@@ -128,7 +128,7 @@ def _feature_sections(settings_class: type) -> dict[str, type]:
     """The sections of features: field name -> section class."""
     added: dict[str, type] = {}
     for feature in features():
-        added |= feature.sections(settings_class)
+        added |= feature.settings(settings_class)
     return added
 
 

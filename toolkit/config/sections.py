@@ -406,6 +406,9 @@ def default_tokens_per_batch(device: str, on_gpu: int | None) -> int | None:
 class TaskSettings:
     """The settings of a recipe on labelled texts."""
 
+    targets: ClassVar[str] = "toolkit.data.labels:Labels"
+    """`MODULE:CLASS` of what the model learns to predict (`toolkit.data.targets.Targets`)."""
+
     model: ModelSettings
     distillation: DistillationSettings
     data: DataSettings

@@ -17,7 +17,8 @@ from natsort import natsorted
 
 from toolkit.config import ProblemType
 from toolkit.data.read import read_class_names
-from toolkit.data.table import Table, Targets
+from toolkit.data.table import Table
+from toolkit.data.targets import Targets
 from toolkit.errors import UserError, did_you_mean, listing
 
 USUAL = ("label", "labels", "sentiment", "emotion", "category", "class", "target", "intent", "topic", "score",
@@ -32,6 +33,12 @@ _ITEM = re.compile(
     r"('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[\w.+-]+)(\s+(?=['\"\w.+-]))?", re.DOTALL
 )
 _SEPARATORS = r"[|｜,，;；、]"
+
+_USUAL_METRICS = {
+    "single_label_classification": "f1_macro",
+    "multi_label_classification": "f1_micro",
+    "regression": "loss",
+}
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,12 @@ class Labels(Targets):
     values: tuple[str, ...] = ()
     """The cell value of each class, if --label_names_file renames it."""
 
-    column_setting, usual_columns = "label_column", USUAL
+    column_setting = "label_column"
+    usual_columns = USUAL
+
+    @property
+    def usual_metric(self) -> str:
+        return _USUAL_METRICS[self.problem_type]
 
     @classmethod
     def data_facts(cls, settings: Any) -> dict[str, Any]:

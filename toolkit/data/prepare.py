@@ -19,11 +19,12 @@ from toolkit.config import flat
 from toolkit.data import balance, tokens
 from toolkit.data.labels import Labels
 from toolkit.data.read import read_tables
-from toolkit.data.table import Rows, Table, Targets
+from toolkit.data.table import Rows, Table
+from toolkit.data.targets import Targets, targets_of
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.utils.cache import cached_folder, digest_of_text
-from toolkit.utils.features import features, first, hooks
+from toolkit.utils.features import features
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -54,8 +55,6 @@ class Prepared:
     test: Split | None
     file_digests: Mapping[str, str] = field(default_factory=dict)
     """Digests of the content of each split's file."""
-    feature_facts: Mapping[str, Any] = field(default_factory=dict)
-    """What features return from `Feature.data_facts`."""
     pos_weight: torch.Tensor | None = None
     """(classes,) float32, on the device: the weight of positive labels in the loss (--pos_weight)."""
     advice: str = ""
@@ -73,6 +72,13 @@ class Prepared:
             for split in (self.train, self.validation, self.test)
             if split is not None
         }
+
+    def with_collator(self, collator: Any) -> Prepared:
+        """The same with this collator (as in `Split.collator`) for every split."""
+        splits: Any = {
+            name: replace(split, collator=collator) for name, split in self.splits.items()
+        }
+        return replace(self, **splits)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -95,9 +101,7 @@ def prepare_data(
         _require_equal_settings(several, settings)
     if data.preprocessing_num_workers:  # the tokenizer reads it at its first call
         os.environ["RAYON_NUM_THREADS"] = str(data.preprocessing_num_workers)
-    targets_class: type[Targets] = (
-        first(targets(settings) for targets in hooks("targets", settings)) or Labels
-    )
+    targets_class = targets_of(settings)
     targets_class.check(settings, tokenizer)
     tokens.refuse_foreign_tokenizer(tokenizer, model_config)
     tables = read_tables(data, targets_class.column_setting is not None)
@@ -122,12 +126,6 @@ def prepare_data(
             several, "the data", {**content, **facts, "the tokenizer": fingerprint[:12]}
         )
     facts |= {"tables": digests, "tokenizer": fingerprint}
-    feature_facts: dict[str, Any] = {}
-    for data_facts in hooks("data_facts", settings):
-        feature_facts |= data_facts(settings, facts, accelerator)
-    if several is not None and feature_facts:
-        launch.require_equal(several, "the data", feature_facts)
-    facts |= feature_facts
     digest = digest_of_text(json.dumps(facts, sort_keys=True))
     source = ", ".join(table.name for table in tables.values())
     with cached_folder("tokens", digest, several, source) as (folder, draft):
@@ -167,7 +165,6 @@ def prepare_data(
         validation=splits["validation"],
         test=splits.get("test"),
         file_digests=digests,
-        feature_facts=feature_facts,
         pos_weight=None if weights is None else torch.from_numpy(weights).to(device),
         advice=advice,
     )
@@ -176,7 +173,6 @@ def prepare_data(
 def _require_equal_settings(accelerator: Accelerator, settings: Any) -> None:
     """Raises UserError if processes have different settings. Paths may differ: their content is compared later."""
     paths = {"train_file", "validation_file", "test_file", "label_names_file", "model_name_or_path"}
-    paths |= {name for feature in features() for name in feature.paths}
     paths |= {"dataset_name"} if Path(str(settings.data.dataset_name)).is_dir() else set()
     values = {name: value for name, value in flat(settings).items() if name not in paths}
     launch.require_equal(accelerator, "the settings", values)
@@ -208,13 +204,14 @@ def _facts(
     return facts
 
 
-def add_collator(settings: Any, data: Prepared) -> Prepared:
-    """Sets the collator of a feature for these settings (`Feature.collator`) in every split."""
-    collator = first(collator(settings) for collator in hooks("collator", settings))
-    if collator is None:
-        return data
-    splits: Any = {name: replace(split, collator=collator) for name, split in data.splits.items()}
-    return replace(data, **splits)
+def finish_data(
+    settings: Any, data: Prepared, tokenizer: Any, accelerator: Accelerator
+) -> Prepared:
+    """The data with the collator of their targets, and what features change (`Feature.data`)."""
+    data = data.with_collator(type(data.targets).collator(settings))
+    for feature in features():
+        data = feature.data(settings, data, tokenizer, accelerator)
+    return data
 
 
 @contextlib.contextmanager
@@ -298,15 +295,9 @@ class _Preparation:
         rows = self._with_texts(train, texts)
         targets = self.targets_class.find(settings, train, column, rows.numbers)
         splits = {"train": rows.encode_targets(targets)}
-        for select in hooks("select_rows", settings):
-            changed, more = select(settings, self.facts, splits["train"], targets)
-            splits |= changed
-            notes += more
-        others = {split: table for split, table in self.tables.items() if split not in splits}
-        if "validation" in splits and others:
-            notes.append(f"the other splits of the data are not used: {', '.join(others)}")
-            others = {}
-        for split, table in others.items():
+        for split, table in self.tables.items():
+            if split == "train":
+                continue
             if split == "test" and targets.all_missing(table):
                 notes.append(
                     f"{table.name} has no labels: it is left out (`toolkit predict` labels it)"

@@ -1,4 +1,4 @@
-"""A table of rows: its columns, its cells and its texts, a batch of rows at a time; selected rows and their targets."""
+"""A table of rows: its columns, its cells and its texts, a batch of rows at a time; selected rows."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from toolkit.data.tokens import Split
 from toolkit.errors import UserError, did_you_mean, listing
 
 if TYPE_CHECKING:  # a process whose tokens are cached needs neither the library nor the rows
@@ -229,79 +227,6 @@ def _join_texts(cells: list[list[Any]], separator: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Targets:
-    """What a model learns to predict from a text: `toolkit.data.labels.Labels`, or a feature's subclass."""
-
-    column_setting: ClassVar[str | None]
-    """The setting that names their column; None if they need only the text."""
-    usual_columns: ClassVar[tuple[str, ...]]
-    """Common names of that column."""
-    split_class: ClassVar[type[Split]] = Split
-    """The class that a prepared split is loaded as."""
-
-    @classmethod
-    def check(cls, settings: Any, tokenizer: Any) -> None:
-        """Raises UserError for a tokenizer that cannot encode them."""
-
-    @classmethod
-    def data_facts(cls, settings: Any) -> dict[str, Any]:
-        """The settings that prepared data depend on. JSON."""
-        raise NotImplementedError
-
-    @classmethod
-    def text_columns(cls, settings: Any, table: Table, text_column: str) -> dict[str, str]:
-        """Setting -> column of further texts; rows in which one is empty are not used."""
-        return {}
-
-    @classmethod
-    def find(cls, settings: Any, table: Table, text_column: str, rows: np.ndarray) -> Targets:
-        """Infers the targets from these rows of the training table. Raises UserError if they are ambiguous."""
-        raise NotImplementedError
-
-    @classmethod
-    def from_json(cls, loaded: dict[str, Any]) -> Targets:
-        """The inverse of `dataclasses.asdict`."""
-        return cls(
-            **{
-                name: tuple(value) if isinstance(value, list) else value
-                for name, value in loaded.items()
-            }
-        )
-
-    def facts(self) -> dict[str, Any]:
-        """What must be equal in a checkpoint and the run that resumes from it. JSON."""
-        raise NotImplementedError
-
-    def source(self) -> dict[str, Any]:
-        """Where the file has them, for the run's config.json. JSON."""
-        return {}
-
-    def describe(self) -> str:
-        """A line for the user."""
-        raise NotImplementedError
-
-    def encode(self, table: Table, rows: np.ndarray) -> np.ndarray:
-        """(samples, ...): the targets of those rows; zeros if `save` computes them. Raises UserError naming a row."""
-        return np.zeros(len(rows), np.int64)
-
-    def all_missing(self, table: Table) -> bool:
-        """Whether the column is there but empty, as in the test splits of many hub data sets."""
-        return False
-
-    def trial(self, split: Any) -> tuple[Any, Any] | None:
-        """(outputs, truth) of some samples, to try metrics on before training; None: random logits."""
-
-    def strata(self, encoded: np.ndarray) -> np.ndarray | None:
-        """(samples,) the class of each sample, for a stratified validation split; None if there are no classes."""
-
-    def save(self, folder: Path, rows: Rows, tokenizer: Any) -> list[str]:
-        """Writes a split's targets next to its tokens: `labels.npy`, and other files that its `split_class` reads.
-        Returns notes."""
-        np.save(folder / "labels.npy", rows.targets)
-        return []
-
-
-@dataclass(frozen=True)
 class Rows:
     """Selected rows of a table."""
 
@@ -325,7 +250,7 @@ class Rows:
         for texts, *pairs in self.table.text_blocks(self.columns, self.separator, self.numbers):
             yield texts, pairs[0] if pairs else None
 
-    def encode_targets(self, targets: Targets) -> Rows:
+    def encode_targets(self, targets: Any) -> Rows:
         """Raises UserError naming a row without a label."""
         return replace(self, targets=targets.encode(self.table, self.numbers))
 

@@ -24,7 +24,7 @@ from toolkit.evaluation.outputs import (
     predict,
 )
 from toolkit.objective.losses import Losses
-from toolkit.utils.features import features, first
+from toolkit.utils.features import features
 
 DECISIONS = "decisions.json"
 """The file of a model folder with its thresholds and temperature, which belong to the weights of one step."""
@@ -186,9 +186,11 @@ def labels_of(config: Any) -> Labels:
 
 def answers_for(name: str, config: Any) -> Any:
     """The `Answers` of a saved model: a feature's, or else a classifier's."""
-    return first(feature.answers(name, config) for feature in features()) or ClassAnswers(
-        labels_of(config)
-    )
+    for feature in features():
+        answers = feature.answers(name, config)
+        if answers is not None:
+            return answers
+    return ClassAnswers(labels_of(config))
 
 
 def classification_metrics(logits: np.ndarray, truth: np.ndarray, labels: Labels) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from toolkit.config import TrainingSettings
 from toolkit.data.prepare import Prepared
 from toolkit.errors import UserError, did_you_mean, listing
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation
-from toolkit.utils.features import features
 from toolkit.utils.files import as_json
 
 _USUAL = {
@@ -39,10 +38,7 @@ class Best:
         """`patience`: training stops after this many evaluations without improvement."""
         self.patience = patience or math.inf
         if not metric:
-            defaults = [_USUAL, *(feature.usual_metrics for feature in features())]
-            metric = next(
-                (known[problem_type] for known in defaults if problem_type in known), "loss"
-            )
+            metric = _USUAL.get(problem_type, "loss")
         self.metric = metric.removeprefix("eval_")
         if greater_is_better is None:
             greater_is_better = not self.metric.endswith(_LOWER_IS_BETTER)
@@ -100,7 +96,8 @@ def make_best(
     """Makes `Best`, and calls the recipe's metrics once on random outputs for the validation rows, so that a bug in
     them is raised now and not after an epoch. A collective. Raises UserError for a `--metric_for_best_model` that is
     not among the metrics."""
-    problem_type, metric = data.facts["problem_type"], settings.metric_for_best_model
+    problem_type = data.facts["problem_type"]
+    metric = settings.metric_for_best_model or data.targets.usual_metric
     best = Best(metric, problem_type, settings.early_stopping_patience, settings.greater_is_better)
     numbers: Any = {}
     if accelerator.is_main_process:

@@ -32,7 +32,6 @@ keeps the heartbeat, in a thread, and ends its process when another machine is l
 from toolkit.launch.environment import launch_info as launch_info
 from toolkit.launch.exit_state import close_on_failure as close_on_failure
 from toolkit.launch.failure import explain_failures as explain_failures
-from toolkit.launch.failure import request_rerun as request_rerun
 from toolkit.launch.failure import run as run
 from toolkit.launch.failure import set_exit_signal as set_exit_signal
 from toolkit.launch.failure import start as start

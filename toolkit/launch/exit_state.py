@@ -33,12 +33,8 @@ class ExitState:
     explain: Callable[[Exception], str | None] | None = None
     """Returns the message for an exception; None for a traceback."""
     exit_code: int = 0
-    rerun: bool = False
-    """Call `main` again when it returns."""
     unfinished: str = ""
     """A warning for when `main` returns."""
-    free: Callable[[], object] | None = None
-    """Frees what a strategy keeps of a model when `main` has returned, before the next call."""
     board: Board | None = None
     """Where this process reports its failure to other machines, under a launcher that does not."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import logging
 import os
@@ -47,12 +46,6 @@ def set_exit_signal(number: int) -> None:
     exit_state.exit_code = 128 + number
 
 
-def request_rerun() -> None:
-    """Makes `run` call `main` again when it returns, in the same processes: for the next of several
-    models."""
-    exit_state.rerun = True
-
-
 def start(name: str) -> None:
     """Call it first in a script, with its `__name__`: before the heavy imports it checks their
     versions and becomes the launcher for `--config_file`; `run` does so after them."""
@@ -80,7 +73,7 @@ def run(main: Callable[[], None], module: str | None = None, relaunches: bool = 
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         if relaunches:
             _launch_if_requested(module)
-        _call(main)
+        main()
         if exit_state.unfinished and _place().rank == 0:
             logger.warning(exit_state.unfinished)
         _exit_at_end()
@@ -97,25 +90,6 @@ def _launch_if_requested(module: str | None) -> None:
         from toolkit.launch.launcher import launch
 
         _exit(launch(request))
-
-
-def _call(main: Callable[[], None]) -> None:
-    """Calls `main`, and again after `request_rerun`; of accelerate's state only the process group
-    stays."""
-    while True:
-        exit_state.rerun = False
-        main()
-        if not exit_state.rerun:
-            return
-        from accelerate.state import AcceleratorState, GradientState
-
-        if exit_state.free:
-            exit_state.free()
-            exit_state.free = None
-        gc.unfreeze()  # what `collector.after_imports` excludes may hold the model
-        gc.collect()  # the model, and the lock on its folder
-        AcceleratorState._reset_state(reset_partial_state=False)
-        GradientState._reset_state()
 
 
 def _exit_on_failure(work: Callable[[], object]) -> None:

@@ -29,7 +29,7 @@ def is_set(name: str) -> bool:
 
 def use_deepspeed(place: Place, device: str) -> bool:
     """Whether this launch uses DeepSpeed. Under other launchers it sets the variables of
-    `accelerate launch`, which the accelerators of further models (`request_rerun`) read too."""
+    `accelerate launch`, which the accelerators of further models read too."""
     file = os.environ.get(DEEPSPEED_CONFIG)
     by_accelerate = is_set("ACCELERATE_USE_DEEPSPEED")
     if not (by_accelerate or file or place.launcher == "deepspeed"):

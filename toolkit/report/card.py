@@ -22,7 +22,6 @@ from toolkit.report.files import (
     write_atomically,
 )
 from toolkit.report.templates import render
-from toolkit.utils.features import features, first
 
 _FEW_SAMPLES = 30
 # rows of the table of settings, where they are set
@@ -50,7 +49,7 @@ def write_card(model_folder: Path, run_folder: Path, last: Evaluation) -> None:
         "of_transformers": bool(model_class),
         "front_matter": _front_matter(record, bool(model_class)).to_yaml(),
         "title": _title(record),
-        "task": _pipeline_tag(record.problem_type),
+        "task": record.data.get("pipeline_tag", "text-classification"),
         "toolkit_version": __version__,
         "jieba": settings.get("tokenizer") == "jieba" or is_jieba(model_folder),
         "source": demo.demo_entry(settings.get("dataset_name")).description or record.data_name,
@@ -75,7 +74,7 @@ def _front_matter(record: Record, of_transformers: bool) -> ModelCardData:
     hub_data, base = record.settings.get("dataset_name"), str(record.settings["model_name_or_path"])
     if hub_data and (hub_data.startswith(demo.PREFIX) or is_local(hub_data)):
         hub_data = None
-    task = _pipeline_tag(record.problem_type)
+    task = record.data.get("pipeline_tag", "text-classification")
     results = [
         EvalResult(
             task_type=task,
@@ -98,11 +97,6 @@ def _front_matter(record: Record, of_transformers: bool) -> ModelCardData:
         metrics=list(dict.fromkeys(result.metric_type for result in results)) or None, model_name=_title(record),
         eval_results=results or None,
     )  # fmt: skip
-
-
-def _pipeline_tag(problem_type: str) -> str:
-    tags = (feature.pipeline_tags.get(problem_type) for feature in features())
-    return str(first(tags) or "text-classification")
 
 
 def _hub_metric(name: str, segmenter: str | None) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import collections
 import heapq
 import math
@@ -23,7 +22,7 @@ from toolkit.report import curves
 from toolkit.report.files import Record, last_evaluation, run_config, write_atomically
 from toolkit.report.templates import render, render_blocks
 from toolkit.utils.cache import cache_folder
-from toolkit.utils.features import features, first
+from toolkit.utils.features import features
 from toolkit.utils.log import logger
 
 _MAX_MATRIX_CLASSES, _MAX_PAIRS, _MAX_MISTAKES = 40, 30, 20
@@ -61,25 +60,20 @@ class Page:
     """The evaluation of the rows in predictions.jsonl."""
     texts: Sequence[str]
     """The texts of its rows; empty if this machine does not have them."""
-    worst: Sequence[Sample]
-    """The worst mistakes, in the order of the page."""
-    options: argparse.Namespace | None
-    """Options of `toolkit report`."""
 
 
 def write_report(
     folder: Path,
     last: Evaluation,
     texts: Sequence[str],
-    options: argparse.Namespace | None = None,
     groups: Mapping[str, Sequence[str]] | None = None,
     name: str = "",
 ) -> None:
     """Writes `folder`/report.html atomically.
 
     `last` is the evaluation of the rows in predictions.jsonl, `texts` are their texts (or empty), `groups` maps the
-    name of a grouping (length, source) to the group of each row, `options` are those of `toolkit report`, `name` is
-    the folder's on the page, if `folder` is a draft.
+    name of a grouping (length, source) to the group of each row, `name` is the folder's on
+    the page, if `folder` is a draft.
     Raises ValueError for another number of texts than rows, OSError if a file is missing.
     """
     record, rows = Record.load(folder, last), last.numbers.get("num_samples", 0)
@@ -95,7 +89,7 @@ def write_report(
         "folder": name or folder.resolve().name, "charts": curves.charts(record), "has_texts": bool(texts),
         "confusion": None, "num_samples": 0, "num_abstained": 0, "slices": [], **samples,
     }  # fmt: skip
-    page = Page(folder, record, last, texts, [sample for sample, _ in samples["worst"]], options)
+    page = Page(folder, record, last, texts)
     parts, context["blocks"] = [], []
     for feature in features():
         if part := feature.page(page):
@@ -108,24 +102,13 @@ def write_report(
                 ) from error
             context["blocks"].append(blocks)
     context["links"] = {place: name for part in parts for place, name in part.links.items()}
-    context["marked_texts"] = {place: text for part in parts for place, text in part.texts.items()}
     write_atomically(folder / "report.html", [render("report.html", context)])
 
 
-def write_report_of_folder(folder: str | Path, options: argparse.Namespace | None = None) -> Path:
-    """Writes the report from the files of a run, and returns its path; `options`: of `toolkit report`. The texts come
+def write_report_of_folder(folder: str | Path) -> Path:
+    """Writes the report from the files of a run, and returns its path. The texts come
     from the cache of this machine, if it still has them. Raises UserError if `folder` holds no run."""
     folder = Path(folder)
-    if path := first(feature.folder_page(folder) for feature in features()):
-        parser = argparse.ArgumentParser()
-        for feature in features():
-            feature.add_options("report", parser)
-        for name, default in vars(parser.parse_args([])).items():
-            if getattr(options, name, default) != default:
-                raise UserError(
-                    f"{path} is written, without --{name}, which needs one run: name one in {folder}"
-                )
-        return Path(path)
     data = run_config(folder)["data"]
     last = last_evaluation(folder)
     prepared = cache_folder() / "tokens" / str(data["digest"])
@@ -138,9 +121,8 @@ def write_report_of_folder(folder: str | Path, options: argparse.Namespace | Non
         logger.warning(
             f"{folder}: the page has no texts, as this machine's cache lacks them: {remedy}"
         )
-    write_report(
-        folder, last, split.texts() if split else [], options, split.groups() if split else None
-    )
+    texts = split.texts() if split else []
+    write_report(folder, last, texts, split.groups() if split else None)
     return folder / "report.html"
 
 

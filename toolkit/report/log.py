@@ -32,7 +32,6 @@ from toolkit.models import lora
 from toolkit.report.files import RunFiles, architecture, last_evaluation
 from toolkit.training.steps import Schedule, StepMetrics
 from toolkit.utils.extras import install_command, is_installed
-from toolkit.utils.features import first, hooks
 
 TRACKERS = (
     "tensorboard",
@@ -347,10 +346,8 @@ class RunSummary:
         return [f"  {folder}/checkpoints/      {size}, {note}"]
 
     def _next_command(self) -> list[str]:
-        """A feature's command, or after a demo the same launch on the user's data."""
-        command = first(
-            hook(self.folder, self.settings) for hook in hooks("next_command", self.settings)
-        )
+        """That of the targets, or after a demo the same launch on the user's data."""
+        command = self.data.targets.next_command(self.settings, self.folder)
         from_demo = str(self.settings.data.dataset_name).startswith(demo.PREFIX)
         if command is None and from_demo and (again := self.command()):
             words, file = shlex.split(again), launch.launch_info()["config_file"]

@@ -8,7 +8,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from toolkit.config import TrainingSettings
 from toolkit.data.batches import collator_of
 from toolkit.data.tokens import Split
 from toolkit.errors import Faults, UserError
-from toolkit.launch.exit_state import exit_state
 from toolkit.models.layers import outer_layers
 from toolkit.pretrained import attention_dropout, encoder_config
 from toolkit.training.checks import check_before_prepare, check_tokenizer
@@ -88,8 +87,6 @@ def prepare(
     launch.explain_failures()
     coalesce_reductions(accelerator, settings)
     steps.checks.watch(model, optimizer)
-    if accelerator.state.deepspeed_plugin:
-        exit_state.free = partial(_free, accelerator.deepspeed_engine_wrapped.engine)
     if (settings.warmup_steps or 0) >= (total := steps.schedule.total_steps):
         line = f"--warmup_steps {settings.warmup_steps}: the run has {total} steps, and never reaches --learning_rate"
         launch.log_on_main(accelerator, line)
@@ -282,12 +279,6 @@ def _set_bucket_sizes(zero: dict[str, Any], model: torch.nn.Module) -> None:
         "stage3_param_persistence_threshold": 10 * width,
     }
     zero.update({name: size for name, size in sizes.items() if zero.get(name) == "auto"})
-
-
-def _free(engine: Any) -> None:
-    """Frees the optimizer's state, and under ZeRO-1 and 2 the model: hooks hold both until the process ends."""
-    engine.optimizer.optimizer.state.clear()
-    engine.destroy()
 
 
 def coalesce_reductions(accelerator: Accelerator, settings: TrainingSettings) -> None:

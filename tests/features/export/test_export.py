@@ -222,13 +222,6 @@ def test_options_without_files(
     (tmp_path / path.name).write_text("text,label\nother,a\nrows,b\n")
     monkeypatch.chdir(tmp_path)
     assert len(_training_data(str(copy), SavedModel(str(copy)), None).validation) == 21
-    config["settings"]["folds"] = 3
-    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
-    refusal(
-        export,
-        options(copy, tmp_path / "out"),
-        match="one of several folds: pass --validation_file",
-    )
 
 
 def test_what_cannot_be_exported(

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -28,7 +29,6 @@ from toolkit.features.padding_free import packed as module
 from toolkit.features.padding_free.feature import FEATURE
 from toolkit.features.padding_free.packed import Packed, PackedCollator, round_up
 from toolkit.models.classifier import load_classifier
-from toolkit.utils.features import hooks
 
 FAMILIES = (
     "BERT",
@@ -275,13 +275,21 @@ def test_other_heads_and_attentions_are_refused(load: Models, accelerator: Any) 
 
 def test_settings() -> None:
     settings = {"model_name_or_path": "m", "train_file": "t.csv", "padding_free": True}
-    collator = FEATURE.collator(build(TaskSettings, {**settings, "max_tokens_per_batch": 300}))
+    data: Any = SimpleNamespace(with_collator=lambda collator: collator)
+    limited = build(TaskSettings, {**settings, "max_tokens_per_batch": 300})
+    collator = FEATURE.data(limited, data, None, None)
     assert (collator.func, collator.keywords) == (PackedCollator, {"max_tokens": 300})
-    for on in (True, False):
-        called = hooks("collator", build(TaskSettings, {**settings, "padding_free": on}))
-        assert (FEATURE.collator in called) == on
+    off = build(TaskSettings, {**settings, "padding_free": False})
+    assert FEATURE.data(off, data, None, None) is data
     auto = build(TaskSettings, {**settings, "per_device_batch_size": "auto"})
-    refusal(FEATURE.collator, auto, says=["--per_device_batch_size auto", "--padding_free"])
+    refusal(
+        FEATURE.data,
+        auto,
+        data,
+        None,
+        None,
+        says=["--per_device_batch_size auto", "--padding_free"],
+    )
 
 
 def test_tokens_without_padding() -> None:

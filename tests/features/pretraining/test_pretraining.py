@@ -30,8 +30,7 @@ from toolkit.config import build
 from toolkit.data.batches import GlobalBatches
 from toolkit.data.tokens import load_split, load_tokenizer
 from toolkit.features.pretraining import model as masked_model
-from toolkit.features.pretraining.data import MaskedSplit, MaskingCollator
-from toolkit.features.pretraining.feature import FEATURE
+from toolkit.features.pretraining.data import MaskedSplit, MaskingCollator, Masks
 from toolkit.features.pretraining.model import (
     load_masked_model,
     predict_masked_only,
@@ -475,4 +474,4 @@ def test_auto_batch_size_and_prepared_tokens(models: Runs, data: list[Any], tmp_
 @pytest.mark.parametrize(("name", "expected"), [("BERT", "cls"), ("BigBird", "bigbird")])
 def test_the_next_command_is_a_recipe_for_the_model(name: str, expected: str, models: Runs) -> None:
     settings = build(PretrainSettings, {"model_name_or_path": str(models[name])})
-    assert f"recipes/{expected}.py" in str(FEATURE.next_command(Path("run"), settings))
+    assert f"recipes/{expected}.py" in Masks.next_command(settings, Path("run"))

@@ -20,9 +20,7 @@ class BaselineSettings:
 
 
 class BaselinesFeature(Feature):
-    files = ("baselines.json",)
-
-    def sections(self, settings_class: type) -> Mapping[str, type]:
+    def settings(self, settings_class: type) -> Mapping[str, type]:
         return (
             {"baselines": BaselineSettings} if has_section(settings_class, TrainingSettings) else {}
         )
@@ -33,7 +31,8 @@ class BaselinesFeature(Feature):
         from toolkit.features.baselines.baselines import write_baselines
 
         if not section_in(settings, BaselineSettings).baselines:
-            (folder / self.files[0]).unlink(missing_ok=True)  # from before the settings changed
+            # from before the settings changed
+            (folder / "baselines.json").unlink(missing_ok=True)
             return ()
         return (
             write_baselines(folder, data, evaluation.outputs, answers) if evaluation.outputs else ()

@@ -48,16 +48,16 @@ class DecisionSettings:
 class DecisionsFeature(Feature):
     """Decisions, tuned on the validation rows with the best model."""
 
-    def sections(self, settings_class: type) -> Mapping[str, type]:
+    def settings(self, settings_class: type) -> Mapping[str, type]:
         return {"decisions": DecisionSettings} if issubclass(settings_class, TaskSettings) else {}
 
-    def run_settings(self, settings: Any, data: Any, accelerator: Any) -> Any:
+    def data(self, settings: Any, data: Any, tokenizer: Any, accelerator: Any) -> Any:
         decisions = section_in(settings, DecisionSettings)
         if decisions.any:
             from toolkit.features.decisions.decisions import check
 
             check(decisions, data.labels)
-        return settings
+        return data
 
     def best_model(self, run: Any, evaluate: Callable[[Any], Any]) -> None:
         from toolkit.features.decisions.decisions import tune_and_save

@@ -39,7 +39,6 @@ from toolkit.evaluation.saved_model import (
 from toolkit.models.exported import FILES, INPUTS, export_format, no_statistics
 from toolkit.pretrained import quiet_transformers
 from toolkit.utils.extras import require_extra
-from toolkit.utils.features import features
 from toolkit.utils.files import explain_write_errors, replace_folder
 
 _PACKAGES = {"openvino": ["openvino"], "onnx": ["onnx", "onnxruntime"]}
@@ -151,7 +150,7 @@ def _load_texts(options: Any, saved: Any) -> tuple[Split | None, Split, bool]:
     if missing := [f"--{name}" for name in names if name not in splits]:
         data = _training_data(options.model, saved, options.max_length)
         if data is None:
-            why = "is in no run folder that names its data, or of one of several folds"
+            why = "is in no run folder that names its data"
             raise UserError(f"{options.model} {why}: pass {' and '.join(missing)}")
         if tuple(data.labels.names) != tuple(saved.answers.labels.names):
             raise UserError(
@@ -165,16 +164,15 @@ def _load_texts(options: Any, saved: Any) -> tuple[Split | None, Split, bool]:
 
 
 def _training_data(name: str, saved: Any, max_length: int | None) -> Any:
-    """The data of the run that trained the model; None if the model is not in a run folder, or a fold's."""
+    """The data of the run that trained the model; None if the model is not in a run folder."""
     run = training_run(name)
-    if not run["identity"] or run["settings"].get("folds"):
+    if not run["identity"]:
         return None
     settings = run["settings"] | {"max_length": max_length or run["data"].get("max_length")}
     if Path(
         folder := run["launch"].get("folder", "")
     ).is_dir():  # relative paths are of that working directory
         names = ["train_file", "validation_file", "test_file", "label_names_file"]
-        names += [name for feature in features() for name in feature.paths]
         settings |= {
             name: str(Path(folder, settings[name])) for name in names if settings.get(name)
         }

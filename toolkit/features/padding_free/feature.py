@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from toolkit.config.parse import section_in
 from toolkit.config.sections import TaskSettings, section
 from toolkit.errors import UserError
 from toolkit.utils.features import Feature
@@ -22,23 +23,24 @@ class PaddingFreeSettings:
 class PaddingFreeFeature(Feature):
     """Packed batches, and classifiers that accept them."""
 
-    switches = ("padding_free",)
-
-    def sections(self, settings_class: type) -> Mapping[str, type]:
+    def settings(self, settings_class: type) -> Mapping[str, type]:
         return (
             {"padding_free": PaddingFreeSettings}
             if issubclass(settings_class, TaskSettings)
             else {}
         )
 
-    def collator(self, settings: Any) -> Any:
+    def data(self, settings: Any, data: Any, tokenizer: Any, accelerator: Any) -> Any:
+        if not section_in(settings, PaddingFreeSettings).padding_free:
+            return data
         if settings.training.per_device_batch_size == "auto":
             raise UserError(
                 "--per_device_batch_size auto estimates padded batches: give a number with --padding_free"
             )
         from toolkit.features.padding_free.packed import PackedCollator
 
-        return partial(PackedCollator, max_tokens=settings.training.max_tokens_per_batch)
+        collator = partial(PackedCollator, max_tokens=settings.training.max_tokens_per_batch)
+        return data.with_collator(collator)
 
 
 FEATURE = PaddingFreeFeature()

@@ -32,11 +32,9 @@ from toolkit.pretrained import model_digest
 from toolkit.report.files import RunFiles
 from toolkit.report.html import write_report
 from toolkit.report.log import class_lines
-from toolkit.utils.features import features, write_results
+from toolkit.utils.features import features
 from toolkit.utils.files import as_json, replace_folder
 from toolkit.utils.log import logger
-
-_FILES = {"config.json", "eval.jsonl", "predictions.jsonl", "report.html"}
 
 
 def evaluate_file(options: Any) -> None:
@@ -99,7 +97,8 @@ def evaluate_file(options: Any) -> None:
         files.write_config(settings, data, extra)
         files.append_evaluation(evaluation, 0)
         files.write_predictions(evaluation)
-        lines = write_results(draft, settings, None, evaluation, answers)
+        results = (draft, settings, None, evaluation, answers)
+        lines = [line for feature in features() for line in feature.results(*results)]
         shown = [join_pair(*parts) if pair else parts[0] for parts in texts]
         write_report(draft, evaluation, shown, name=out.resolve().name)
     effect = answers.describe(evaluation)
@@ -113,9 +112,7 @@ def _output_folder(options: Any) -> Path:
     out = Path(options.output_dir or sibling(Path(options.file), ".evaluation"))
     if out.exists() and not options.overwrite:
         raise UserError(f"{out} exists: name another folder with --output_dir, or pass --overwrite")
-    files = _FILES.union(*(feature.files for feature in features()))
-    existing = {path.name for path in out.iterdir()} if out.is_dir() else set()
-    if out.exists() and (not out.is_dir() or not existing <= files or existing == {"config.json"}):
+    if out.exists() and not _is_evaluation(out):
         raise UserError(
             f"{out} has other files, which --overwrite would remove: name another folder"
         )
@@ -125,6 +122,14 @@ def _output_folder(options: Any) -> Path:
             f"{existing_parent} cannot be written: name another folder with --output_dir"
         )
     return out
+
+
+def _is_evaluation(out: Path) -> bool:
+    """Whether the folder is empty, or looks like one that `toolkit evaluate` has written."""
+    if not out.is_dir():
+        return False
+    names = {path.name for path in out.iterdir()}
+    return not names or ("eval.jsonl" in names and "metrics.jsonl" not in names)
 
 
 def _evaluate(split: Split, logits: np.ndarray, answers: ClassAnswers) -> Evaluation:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,12 +21,16 @@ import torch
 
 from toolkit.data.batches import IGNORED, Batch, Collator
 from toolkit.data.jieba_tokenizer import load_jieba
-from toolkit.data.table import Rows, Table, Targets
+from toolkit.data.table import Rows, Table
+from toolkit.data.targets import Targets
 from toolkit.data.tokens import Split, append_to_npy, cut_long_texts
 from toolkit.errors import UserError
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs
 from toolkit.features.pretraining.words import word_starts
+from toolkit.pretrained import load_config
 from toolkit.utils.progress import Progress
+
+_MASKED_30_PERCENT = ("modernbert", "eurobert")  # at least, in their pretraining
 
 
 class Draw(NamedTuple):
@@ -202,7 +207,27 @@ class Masks(Targets):
 
     whole_word_mask: bool
 
-    column_setting, usual_columns, split_class = None, (), MaskedSplit
+    column_setting = None
+    usual_columns = ()
+    split_class = MaskedSplit
+    pipeline_tag = "fill-mask"
+
+    @classmethod
+    def collator(cls, settings: Any) -> Any:
+        default = "0.30" if load_config(settings.model).model_type in _MASKED_30_PERCENT else "0.15"
+        first, _, last = (settings.masking.mlm_probability or default).partition(":")
+        return partial(
+            MaskingCollator,
+            seed=settings.training.seed,
+            probabilities=(float(first), float(last or first)),
+        )
+
+    @classmethod
+    def next_command(cls, settings: Any, folder: Path) -> str | None:
+        kind = load_config(settings.model).model_type
+        recipe = "bigbird" if kind == "big_bird" else "cls"
+        model = shlex.quote(str(folder / "model"))
+        return f"python recipes/{recipe}.py --model_name_or_path {model} --train_file YOUR_FILE.csv"
 
     @classmethod
     def check(cls, settings: Any, tokenizer: Any) -> None:

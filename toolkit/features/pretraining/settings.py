@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import ClassVar
 
 from pydantic import field_validator
 
@@ -43,6 +44,8 @@ class MaskingSettings:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PretrainSettings:
     """The settings of a recipe on texts without labels."""
+
+    targets: ClassVar[str] = "toolkit.features.pretraining.data:Masks"
 
     model: EncoderSettings
     data: TextSettings

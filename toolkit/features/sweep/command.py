@@ -96,14 +96,6 @@ class Sweep:
         """The content of the YAML files among the words: a changed one makes another command."""
         self.runs: list[Path] = []
         self.settings = self._parse([])
-        for name in (
-            "push_to_hub",
-            "folds",
-        ):  # all runs would upload to one place; folds have no common evaluation
-            if self.settings.get(name):
-                raise UserError(
-                    f"--{name} is not for a sweep: pass it to a run with the best settings"
-                )
         self.seed = int(self.settings.get("seed", 42))
         if (
             self.settings

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from toolkit.data.batches import IGNORED, Batch, Collator
-from toolkit.data.table import Rows, Table, Targets
+from toolkit.data.table import Rows, Table
+from toolkit.data.targets import Targets
 from toolkit.data.tokens import (
     Split,
     TextBlock,
@@ -21,6 +22,7 @@ from toolkit.data.tokens import (
     save_tokens,
 )
 from toolkit.errors import UserError, listing
+from toolkit.utils.extras import require_extra
 
 USUAL = ("title", "summary", "headline", "highlights", "heading", "标题", "题目", "摘要")
 _TRIAL_TITLES = 20
@@ -93,10 +95,23 @@ class Titles(Targets):
     max_length: int
     """Predicted tokens, including the end token; longer titles are truncated."""
 
-    column_setting, usual_columns, split_class = "title_column", USUAL, TitleSplit
+    column_setting = "title_column"
+    usual_columns = USUAL
+    split_class = TitleSplit
+    pipeline_tag = "summarization"
+
+    @property
+    def usual_metric(self) -> str:
+        return "rougeL"
+
+    @classmethod
+    def collator(cls, settings: Any) -> Any:
+        return TitleCollator
 
     @classmethod
     def check(cls, settings: Any, tokenizer: Any) -> None:
+        # fail now, not at the first ROUGE
+        require_extra("recipes/title.py", "titles", "rouge_score", "jieba")
         if tokenizer.cls_token_id is None or tokenizer.sep_token_id is None:
             name = settings.model.model_name_or_path
             raise UserError(

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from toolkit.features.titles.settings import KIND, TitleSettings
-from toolkit.utils.extras import require_extra
 from toolkit.utils.features import Feature, PagePart
 
 
 class TitlesFeature(Feature):
     """Title generation by encoder-decoders."""
-
-    tasks: ClassVar = {"title": TitleSettings}
-    usual_metrics: ClassVar = {"title_generation": "rougeL"}
-    pipeline_tags: ClassVar = {"title_generation": "summarization"}
-
-    def targets(self, settings: Any) -> Any:
-        require_extra(
-            "recipes/title.py", "titles", "rouge_score", "jieba"
-        )  # fail now, not at the first ROUGE
-        from toolkit.features.titles.data import Titles
-
-        return Titles
 
     def answers(self, model: str, config: Any) -> Any:
         if config.model_type != KIND:
@@ -33,7 +20,7 @@ class TitlesFeature(Feature):
         return TitleAnswers()
 
     def page(self, page: Any) -> PagePart | None:
-        if page.record.problem_type not in self.usual_metrics:
+        if page.record.problem_type != "title_generation":
             return None
         from toolkit.features.titles.page import examples
 
@@ -42,4 +29,4 @@ class TitlesFeature(Feature):
         return PagePart(Path(__file__).with_name("page.html"), context, links)
 
 
-FEATURE = TitlesFeature()
+FEATURE = TitlesFeature(recipes={"title": TitleSettings})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -50,6 +50,8 @@ class GenerationSettings:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TitleSettings:
     """The settings of a recipe on texts and their titles."""
+
+    targets: ClassVar[str] = "toolkit.features.titles.data:Titles"
 
     model: PretrainedSettings
     data: TitleDataSettings

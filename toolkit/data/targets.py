@@ -1,0 +1,115 @@
+"""What a model learns to predict: the base class of a task's targets, which its settings name."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from toolkit.data.batches import Collator
+from toolkit.data.table import Rows, Table
+from toolkit.data.tokens import Split
+
+DEFAULT = "toolkit.data.labels:Labels"
+
+
+def targets_of(settings: Any) -> type[Targets]:
+    """The class that `targets`, a class variable of a recipe's settings, names as `MODULE:CLASS`; labels without
+    it."""
+    module, _, name = getattr(settings, "targets", DEFAULT).partition(":")
+    targets: type[Targets] = getattr(importlib.import_module(module), name)
+    return targets
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What a model learns to predict from a text: `toolkit.data.labels.Labels`, or a feature's subclass."""
+
+    column_setting: ClassVar[str | None]
+    """The setting that names their column; None if they need only the text."""
+    usual_columns: ClassVar[tuple[str, ...]]
+    """Common names of that column."""
+    split_class: ClassVar[type[Split]] = Split
+    """The class that a prepared split is loaded as."""
+
+    pipeline_tag: ClassVar[str] = "text-classification"
+    """The hub's and transformers' name of the task, for the model card."""
+
+    @property
+    def usual_metric(self) -> str:
+        """The default of `--metric_for_best_model`."""
+        return "loss"
+
+    @classmethod
+    def collator(cls, settings: Any) -> Any:
+        """The subclass of `Collator`, or a function like it, that makes the batches."""
+        return Collator
+
+    @classmethod
+    def next_command(cls, settings: Any, folder: Path) -> str | None:
+        """The command printed below `next:` when the run in `folder` has ended; None: the usual one."""
+        return None
+
+    @classmethod
+    def check(cls, settings: Any, tokenizer: Any) -> None:
+        """Raises UserError for a tokenizer that cannot encode them."""
+
+    @classmethod
+    def data_facts(cls, settings: Any) -> dict[str, Any]:
+        """The settings that prepared data depend on. JSON."""
+        raise NotImplementedError
+
+    @classmethod
+    def text_columns(cls, settings: Any, table: Table, text_column: str) -> dict[str, str]:
+        """Setting -> column of further texts; rows in which one is empty are not used."""
+        return {}
+
+    @classmethod
+    def find(cls, settings: Any, table: Table, text_column: str, rows: np.ndarray) -> Targets:
+        """Infers the targets from these rows of the training table. Raises UserError if they are ambiguous."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_json(cls, loaded: dict[str, Any]) -> Targets:
+        """The inverse of `dataclasses.asdict`."""
+        return cls(
+            **{
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in loaded.items()
+            }
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """What must be equal in a checkpoint and the run that resumes from it. JSON."""
+        raise NotImplementedError
+
+    def source(self) -> dict[str, Any]:
+        """Where the file has them, for the run's config.json. JSON."""
+        return {}
+
+    def describe(self) -> str:
+        """A line for the user."""
+        raise NotImplementedError
+
+    def encode(self, table: Table, rows: np.ndarray) -> np.ndarray:
+        """(samples, ...): the targets of those rows; zeros if `save` computes them. Raises UserError naming a row."""
+        return np.zeros(len(rows), np.int64)
+
+    def all_missing(self, table: Table) -> bool:
+        """Whether the column is there but empty, as in the test splits of many hub data sets."""
+        return False
+
+    def trial(self, split: Any) -> tuple[Any, Any] | None:
+        """(outputs, truth) of some samples, to try metrics on before training; None: random logits."""
+
+    def strata(self, encoded: np.ndarray) -> np.ndarray | None:
+        """(samples,) the class of each sample, for a stratified validation split; None if there are no classes."""
+
+    def save(self, folder: Path, rows: Rows, tokenizer: Any) -> list[str]:
+        """Writes a split's targets next to its tokens: `labels.npy`, and other files that its `split_class` reads.
+        Returns notes."""
+        np.save(folder / "labels.npy", rows.targets)
+        return []

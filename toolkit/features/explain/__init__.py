@@ -1,1 +1,0 @@
-"""Attribution of predictions to words."""

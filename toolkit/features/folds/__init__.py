@@ -1,1 +1,0 @@
-"""Finds wrong labels by cross-validation."""

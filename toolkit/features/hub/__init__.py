@@ -1,1 +1,0 @@
-"""`--push_to_hub`: uploads the saved model to the hub."""
