@@ -164,8 +164,7 @@ def interrupt(self, *words, **options):
     os.kill(os.getpid(), signal.SIGINT)
 subprocess.Popen.__init__ = interrupt
 from toolkit import launch
-launch.start(__name__)
-time.sleep(200)
+launch.run(lambda: time.sleep(200))
 """
 
 

@@ -155,7 +155,6 @@ def test_missing_address_or_port(env: dict[str, str], says: str) -> None:
 SCRIPT = """
 import os, sys
 from toolkit import launch
-launch.start(__name__)
 import torch
 from toolkit.launch.environment import place_of
 from toolkit.launch.world import _set_threads

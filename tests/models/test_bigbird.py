@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from toolkit.training.estimate import count_activations
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     BigBirdConfig,
@@ -22,7 +23,6 @@ from toolkit.models.attention import _finite, head_groups
 from toolkit.models.bigbird import gathered, plan
 from toolkit.models.bigbird.attention import flex
 from toolkit.models.bigbird.plan import Pattern
-from toolkit.training.estimate import count_activations
 from toolkit.training.steps import _explanation
 
 SMALL: dict[str, Any] = {

@@ -21,7 +21,9 @@ from toolkit.config import TrainingSettings
 from toolkit.launch.environment import OTHER_RANDOMNESS
 from toolkit.training import verified
 from toolkit.training.checks import check_before_prepare, check_tokenizer
-from toolkit.training.prepare import align_strategy
+from toolkit.training.optimizer import make_scheduler
+from toolkit.training.prepare import prepare_for_strategy
+from toolkit.training.schedule import make_schedule
 from toolkit.training.steps import Steps
 
 
@@ -141,10 +143,12 @@ def test_a_loop_that_would_train_otherwise(name: str, no_launcher: None) -> None
     model.tokens.requires_grad_(False)
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer: Any = torch.optim.SGD(trained, lr=0.1)
-    steps = Steps(accelerator, split_of(False), TOKENIZER, settings)
-    align_strategy(accelerator, model, optimizer, settings, steps.schedule)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    steps.checks.watch(model, optimizer)
+    schedule = make_schedule(settings, split_of(False), 1)
+    model, optimizer = prepare_for_strategy(accelerator, settings, schedule, model, optimizer)
+    scheduler = make_scheduler(optimizer, settings, schedule.total_steps)
+    steps = Steps(
+        accelerator, split_of(False), TOKENIZER, settings, schedule, model, optimizer, scheduler
+    )
 
     def loop() -> None:
         for step in steps:
@@ -157,9 +161,10 @@ def test_a_loop_that_would_train_otherwise(name: str, no_launcher: None) -> None
                 optimizer.step()
             if name != "no zero_grad":
                 optimizer.zero_grad()
-            if not skips:
-                steps.checks.check_update(int(name != "no scheduler"))
-            list(steps.finish(step, None if name == "no norm" else 1.0))
+            if name != "no scheduler":
+                scheduler.step()
+            step.grad_norm = None if name == "no norm" else 1.0
+            list(steps.finish(step))
             if name != "dropout in the evaluation":
                 model.eval()
             with torch.no_grad():

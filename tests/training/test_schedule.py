@@ -18,8 +18,9 @@ from toolkit.data.tokens import Split
 from toolkit.features.titles.data import TitleSplit
 from toolkit.objective.losses import sample_losses, token_losses
 from toolkit.training.optimizer import make_scheduler, parameter_groups
-from toolkit.training.prepare import align_strategy
-from toolkit.training.steps import Step, Steps, make_schedule
+from toolkit.training.prepare import prepare_for_strategy
+from toolkit.training.schedule import make_schedule
+from toolkit.training.steps import Step, Steps
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_a_text_longer_than_any_batch() -> None:
 @pytest.mark.parametrize(
     ("settings", "device", "longest", "expected"),
     [({}, "cpu", 512, 2048), ({}, "cpu", 4096, 4096), ({}, "cuda", 512, None),
-     ({"max_tokens_per_batch": 600}, "cpu", 9, 600), ({"per_device_batch_size": "auto"}, "cpu", 512, None)],
+     ({"max_tokens_per_batch": 600}, "cpu", 9, 600), ({"per_device_batch_size": "auto"}, "cpu", 512, 2048)],
 )  # fmt: skip
 def test_tokens_of_a_micro_batch(
     settings: dict[str, Any], device: str, longest: int, expected: int | None
@@ -125,18 +126,18 @@ def trained(split: Split, **options: Any) -> tuple[list[float], list[torch.Tenso
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
     model = Toy()
+    schedule = make_schedule(settings, split, 1)
+    unused = model.classes if isinstance(split, TitleSplit) else model.tokens
+    unused.requires_grad_(False)
     optimizer: Any = torch.optim.AdamW(parameter_groups(model, 0.01), lr=0.1)
-    steps = Steps(accelerator, split, TOKENIZER, settings)
-    schedule = steps.schedule
-    align_strategy(accelerator, model, optimizer, settings, schedule)
+    model, optimizer = prepare_for_strategy(accelerator, settings, schedule, model, optimizer)
     assert accelerator.gradient_accumulation_steps == schedule.accumulation
-    model, optimizer = accelerator.prepare(model, optimizer)
-    steps.checks.watch(model, optimizer)
     scheduler = make_scheduler(optimizer, settings, schedule.total_steps)
+    steps = Steps(accelerator, split, TOKENIZER, settings, schedule, model, optimizer, scheduler)
     numbers: list[float] = []
     counts: set[int] = set()
     progress: list[float] = []
-    steps.collate.at = lambda epoch, share: progress.append(share) or steps.collate  # type: ignore[method-assign]
+    steps._collate.at = lambda epoch, share: progress.append(share) or steps._collate  # type: ignore[method-assign]
     for step in steps:
         computed = 0
         for count, batch in enumerate(step.micro_batches(model), 1):
@@ -144,11 +145,11 @@ def trained(split: Split, **options: Any) -> tuple[list[float], list[torch.Tenso
             assert count <= schedule.accumulation
             accelerator.backward(step.mean(model(batch)))
         counts.add(count)
-        grad_norm = accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+        step.grad_norm = accelerator.clip_grad_norm_(model.parameters(), settings.clip_norm)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        (metrics,) = steps.finish(step, grad_norm)
+        (metrics,) = steps.finish(step)
         numbers += [metrics.loss, metrics.grad_norm]
         assert (metrics.samples, metrics.tokens) == (
             len(step.indices),
@@ -210,7 +211,7 @@ def test_evaluations(options: dict[str, Any], steps: list[int]) -> None:
     schedule = make_schedule(TrainingSettings(**options), of_lengths(np.full(100, 8)), processes=3)
     run: Any = SimpleNamespace(schedule=schedule, collate=None)
     due = [
-        Step(run, number, np.zeros(0), 0, 1, run.collate).evaluates
+        Step(run, number, np.zeros(0), run.collate, 1).evaluates
         for number in range(1, schedule.total_steps + 1)
     ]
     assert [number for number, evaluates in enumerate(due, 1) if evaluates] == steps

@@ -4,6 +4,7 @@ text of `--help`."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, dataclass_transform
 
@@ -278,17 +279,13 @@ class TrainingSettings:
     learning_rate: float = Field(default=5e-5, gt=0)
     """The peak learning rate."""
     optimizer: str = "adamw"
-    """adamw, adafactor, lion (at a tenth of the learning rate), muon, sgd, or any torch optimizer:
-    `MODULE.CLASS`."""
+    """adamw, adafactor, sgd, or any torch optimizer: `MODULE.CLASS`."""
     optimizer_args: str | None = None
     """Its arguments except the learning rate and weight decay: `momentum=0.9`,
     `betas=(0.9,0.95),eps=1e-6`."""
     layerwise_lr_decay: float | None = Field(default=None, gt=0, le=1)
     """The ratio of a layer's learning rate to that of the layer above, e.g. 0.95; the head has
     `learning_rate`."""
-    unfreeze_every: int | None = Field(default=None, ge=1)
-    """Optimizer steps between unfreezing one more layer, from the top; at first only the head is
-    trained."""
     weight_decay: float = Field(default=0.01, ge=0)
     """Decoupled weight decay; not applied to biases and norms."""
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
@@ -309,16 +306,12 @@ class TrainingSettings:
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     """auto: the accelerate config's, else bf16, fp16 or no, whichever this hardware computes
     fastest."""
-    half_precision_weights: bool = False
-    """Under ZeRO and FSDP2 gather weights and reduce gradients in bf16 or fp16, with fp32 master
-    weights: less memory and traffic, less precise gradients. Otherwise weights, sums and reductions
-    are fp32, products 16 bits."""
     half_precision_gradients: bool = False
     """Reduce gradients between processes in bf16 (fp16 with mixed_precision fp16): half the
     traffic. Each process's gradient is rounded to 16 bits before the sum."""
     sync_each_batch: bool | None = None
     """Reduce gradients after each micro-batch, not once a step: less memory, more traffic. By
-    default under FSDP2, and with 16-bit weights under ZeRO."""
+    default under FSDP2."""
     torch_compile: bool = False
     """Compile each layer with torch.compile, for GPUs: a minute's start, then fewer kernels. Slower
     on a CPU."""
@@ -359,12 +352,16 @@ class TrainingSettings:
     """The project in trackers (mlflow's experiment); default: the recipe's name."""
 
     @property
+    def clip_norm(self) -> float:
+        """`max_grad_norm`, for `accelerator.clip_grad_norm_`; infinity for no clipping."""
+        return self.max_grad_norm or math.inf
+
+    @property
     def micro_batch_size(self) -> int:
         """`per_device_batch_size` as a number. Raises UserError for `auto` in a recipe that does
         not resolve it."""
         if self.per_device_batch_size == "auto":
-            fault = "--per_device_batch_size auto needs toolkit.prepare in the recipe"
-            raise UserError(f"{fault}: pass a number")
+            raise UserError("--per_device_batch_size auto needs `run.prepare`: pass a number")
         return self.per_device_batch_size
 
     @staticmethod
@@ -381,10 +378,9 @@ class TrainingSettings:
 
     def limit_tokens(self, device: str, longest: int) -> Self:
         """Sets the default of `max_tokens_per_batch` for this device and texts of at most `longest`
-        tokens; none on a CPU if `per_device_batch_size` is `auto`."""
+        tokens."""
         default = default_tokens_per_batch(device, self.tokens_on_gpu)
-        measured = device == "cpu" and self.per_device_batch_size == "auto"
-        if self.max_tokens_per_batch is not None or default is None or measured:
+        if self.max_tokens_per_batch is not None or default is None:
             return self
         return dataclasses.replace(self, max_tokens_per_batch=max(default, longest))
 

@@ -34,7 +34,6 @@ from toolkit.launch.exit_state import close_on_failure as close_on_failure
 from toolkit.launch.failure import explain_failures as explain_failures
 from toolkit.launch.failure import run as run
 from toolkit.launch.failure import set_exit_signal as set_exit_signal
-from toolkit.launch.failure import start as start
 from toolkit.launch.ranks import list_machines as list_machines
 from toolkit.launch.world import log_on_main as log_on_main
 from toolkit.launch.world import make_accelerator as make_accelerator

@@ -46,20 +46,6 @@ def set_exit_signal(number: int) -> None:
     exit_state.exit_code = 128 + number
 
 
-def start(name: str) -> None:
-    """Call it first in a script, with its `__name__`: before the heavy imports it checks their
-    versions and becomes the launcher for `--config_file`; `run` does so after them."""
-    if name == "__main__":
-        collector.before_imports()
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            # an import may swallow KeyboardInterrupt, and leave a half-initialised library behind
-            signal.signal(signal.SIGINT, _exit_on_interrupt)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        _exit_on_failure(check_requirements)
-        if any(re.match("--config[_-]file", word) for word in sys.argv):
-            _exit_on_failure(lambda: _launch_if_requested(None))
-
-
 def run(main: Callable[[], None], module: str | None = None, relaunches: bool = True) -> None:
     """Runs a recipe's `main`: honours `--config_file` after the script, reports failures once.
 
@@ -68,11 +54,11 @@ def run(main: Callable[[], None], module: str | None = None, relaunches: bool = 
     """
 
     def work() -> None:
-        if signal.getsignal(signal.SIGINT) is _exit_on_interrupt:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         if relaunches:
             _launch_if_requested(module)
+        collector.before_imports()
+        check_requirements()
         main()
         if exit_state.unfinished and _place().rank == 0:
             logger.warning(exit_state.unfinished)
@@ -196,14 +182,6 @@ def exit_with(failure: Failure) -> NoReturn:
         logger.error(failure.line)
     close_resources()
     _exit(failure.code)
-
-
-def _exit_on_interrupt(*_: object) -> None:
-    """The handler of Ctrl-C while libraries are imported."""
-    failure = Failure("interrupted", INTERRUPTED, permanent=True)
-    if not _leave_for_launcher(failure) and _place().rank == 0:
-        os.write(2, b"interrupted\n")  # a signal handler must not wait for a stream's lock
-    os._exit(INTERRUPTED)
 
 
 def _exit_at_end() -> None:

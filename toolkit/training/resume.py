@@ -24,8 +24,8 @@ from toolkit.launch.environment import attempt, launcher_start, place_of
 from toolkit.training.average import average_as_weights, remove_average
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.extra_state import load_registered, set_random_states
-from toolkit.training.half_precision import set_scaler
 from toolkit.training.optimizer import set_schedule
+from toolkit.training.precision import set_scaler
 from toolkit.utils.cache import digest_of_files
 
 # Settings that do not change what is trained. Of files and models the content is compared instead,
