@@ -269,11 +269,15 @@ def test_half_precision(way: str, name: str, precision: str, runs_of: Callable[.
         )
 
 
+OPTIMIZER = "    optimizer = toolkit.make"
+ZERO = "        optimizer.zero_grad()\n"
+
+
 def test_a_loop_that_ends_early_is_logged_evaluated_and_saved(
     tmp_path: Path, tiny_model: Path, reviews: Path
 ) -> None:
-    leave = f"{AFTER}\n        if step.number == 4:\n            break"
-    (tmp_path / "own_early.py").write_text(edited([]).replace(AFTER, leave), encoding="utf-8")
+    leave = f"{ZERO}        if step.number == 4:\n            break\n"
+    (tmp_path / "own_early.py").write_text(edited([]).replace(ZERO, leave), encoding="utf-8")
     files = ["--train_file", reviews, "--model_name_or_path", tiny_model]
     jobs = {
         "first": ["--eval_every", 9, "--logging_steps", 9, "--checkpoint_every", 9],
@@ -297,7 +301,7 @@ def test_a_recipe_that_does_not_finish_says_so(
     tmp_path: Path, tiny_model: Path, reviews: Path
 ) -> None:
     (tmp_path / "own_return.py").write_text(
-        edited([]).replace(AFTER, f"{AFTER}\n        return"), encoding="utf-8"
+        edited([]).replace(ZERO, f"{ZERO}        return\n"), encoding="utf-8"
     )
     files = [
         "--train_file",
@@ -320,11 +324,12 @@ def test_running_means_are_equal_in_all_processes(
 ) -> None:
     layer = "model.classifier = torch.nn.Sequential(model.classifier, torch.nn.BatchNorm1d(2))"
     means = "means = accelerator.gather(toolkit.unwrapped(model).classifier[1].running_mean[None])"
-    text = edited([]).replace(OPTIMIZER, f"    {layer}\n{OPTIMIZER}")
-    text = text.replace(
-        AFTER,
-        f"{AFTER}\n        {means}\n        assert means.any() and not means.diff(dim=0).any()",
-    )
+    text = edited([]).replace("import toolkit\n", "import torch\n\nimport toolkit\n")
+    text = text.replace(OPTIMIZER, f"    {layer}\n{OPTIMIZER}")
+    check = "assert means.any() and not means.diff(dim=0).any()"
+    batches = "        for batch in step.micro_batches"
+    later = f"        if step.number > 1:\n            {means}\n            {check}\n{batches}"
+    text = text.replace(batches, later)
     (tmp_path / "own_means.py").write_text(text, encoding="utf-8")
     files = [
         "--train_file",
@@ -334,5 +339,4 @@ def test_running_means_are_equal_in_all_processes(
         "--output_dir",
         tmp_path / "run",
     ]
-    log = run_jobs(tmp_path, WAYS[way], [["own_means", *files, *COMMON, "--max_steps", 3]]).err
-    assert "classifier.1.running_mean, classifier.1.running_var: buffers" in log
+    run_jobs(tmp_path, WAYS[way], [["own_means", *files, *COMMON, "--max_steps", 3]])
