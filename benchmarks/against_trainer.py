@@ -72,7 +72,7 @@ def main() -> None:
     page = table(runs, options)
     print(page)
     if options.write:
-        path = ROOT / "benchmarks" / "results" / "against_trainer.md"
+        path = ROOT / "benchmarks" / "results" / "trainer.md"
         write_page(path, f"# Beside transformers.Trainer\n\n{page}\n")
 
 
@@ -91,7 +91,7 @@ def parse() -> Namespace:
     add("--rounds", type=int, default=2)
     add("--fp32", action="store_true", help="for CPUs on which bf16 is slower")
     add("--contestants", nargs="+", choices=[*OURS, *TRAINERS])
-    add("--write", action="store_true", help="write benchmarks/results/against_trainer.md")
+    add("--write", action="store_true", help="write benchmarks/results/trainer.md")
     add("--worker", nargs=2, help=argparse.SUPPRESS)  # contestant, folder
     options = parser.parse_args()
     options.data = options.data or DATA[options.length]

@@ -1,4 +1,4 @@
-"""The command `toolkit export`."""
+"""The command `toolkit export`, and how its models are loaded."""
 
 from __future__ import annotations
 
