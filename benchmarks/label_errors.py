@@ -78,7 +78,8 @@ def main() -> None:
     rows, wrong = plant_errors(folder, options.dataset, options.samples, options.share)
     started = time.monotonic()
     if not (folder / "run" / "label_errors.jsonl").is_file():
-        command = [sys.executable, "-m", "toolkit", "folds", "recipes/cls.py", "--train_file", rows, "--model_name_or_path", "demo:minilm",
+        command = [sys.executable, "-m", "toolkit", "folds", "recipes/cls.py", "--train_file", rows,
+                   "--model_name_or_path", "demo:minilm",
                    "--folds", options.folds, "--output_dir", folder / "run", "--num_train_epochs", options.epochs,
                    "--max_length", options.max_length, "--report_to", "none", *settings]  # fmt: skip
         subprocess.run([str(word) for word in command], cwd=ROOT, check=True)
