@@ -152,8 +152,7 @@ def test_the_file_of_a_model_is_read(tmp_path: Path) -> None:
         ({"temperature": "hot"}, 'temperature is "hot" and'),
         ({"thresholds": {"pos": 1.5}}, "thresholds is "),
         ({"thresholds": [0.5]}, "thresholds is "),
-        ({"thresholds": {"good": 0.5}}, "thresholds of good, but the labels are neg, pos"),
-        ({"thresholds": {"neg": 0.5, "pos": 0.5}}, "two classes have one"),
+        ({"thresholds": {"good": 0.5}}, "thresholds of good"),
         ({"labels": ["bad", "good"]}, "other labels than neg, pos"),
         ({"abstain_below": True}, "abstain_below is true"),
     ],
@@ -179,12 +178,12 @@ def test_decisions_that_do_not_fit_the_labels(
 @pytest.mark.parametrize(
     ("settings", "labels", "message"),
     [
-        ({"tune_thresholds": "f1"}, THREE, "3 classes"),
+        ({"tune_thresholds": "f1"}, THREE, "3 labels"),
         ({"tune_thresholds": "f1"}, NUMBER, "regression"),
         ({"tune_thresholds": "f1", "positive_class": "poss"}, TWO, "did you mean pos"),
         ({"tune_thresholds": "f1", "positive_class": "x"}, SEVERAL, "name one of two classes"),
         ({"calibrate": True}, NUMBER, "regression"),
-        ({"abstain_below": 0.7}, SEVERAL, "several labels per text"),
+        ({"abstain_below": 0.7}, SEVERAL, "multi_label"),
     ],
 )
 def test_settings_that_do_not_fit_the_labels(

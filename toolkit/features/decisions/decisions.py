@@ -25,8 +25,8 @@ from toolkit.evaluation.outputs import ComputeMetrics, Evaluation
 from toolkit.features.decisions.effect import calibration_error
 from toolkit.utils.files import Kinds, as_json, read_table
 
-SINGLE = "single_label_classification"
 TEMPERATURES = (0.05, 20.0)
+_DESCRIBED = ("accuracy", "f1_macro", "f1_micro", "ece", "brier")
 
 
 @dataclass(frozen=True)
@@ -96,31 +96,15 @@ class Decisions(ClassAnswers):
         effect = evaluation.numbers.get("decisions")
         if effect is None:
             return []
-        split = evaluation.split
-        lines = []
-        if self.thresholds:
-            values = [f"{name} {value:.3f}" for name, value in self.thresholds.items()]
-            lines.append(f"thresholds from the validation rows: {listing(values, 8)}")
-            change = _change(effect, "accuracy", "f1_macro", "f1_micro")
-            lines.append(f"  on {split}: {change}")
-        if self.temperature != 1:
-            change = _change(effect, "ece", "brier")
-            lines.append(f"temperature {self.temperature:.3f}, on {split}: {change}")
-        if self.abstain_below is not None:
-            share = 100 * effect["answered"] / evaluation.numbers["num_samples"]
-            line = f"with probabilities from {self.abstain_below:g} on, {share:.1f} % of {split}"
-            lines.append(f"{line} have an answer")
-            if effect["answered"]:
-                lines[-1] += f", of which {100 * effect['accuracy_of_answered']:.1f} % are right"
+        before, after = effect["before"], effect["after"]
+        names = [name for name in _DESCRIBED if name in before]
+        changes = [f"{name} {before[name]:.4f} -> {after[name]:.4f}" for name in names]
+        lines = [f"decisions, on {evaluation.split}: {', '.join(changes)}"]
+        if self.abstain_below is not None and effect["answered"]:
+            answered = f"{effect['answered']} of {evaluation.numbers['num_samples']} rows"
+            right = 100 * effect["accuracy_of_answered"]
+            lines.append(f"  {answered} have an answer, of which {right:.1f} % are right")
         return lines
-
-
-def _change(effect: Mapping[str, Any], *names: str) -> str:
-    """`f1_macro 0.8100 -> 0.8300`."""
-    before, after = effect["before"], effect["after"]
-    return ", ".join(
-        f"{name} {before[name]:.4f} -> {after[name]:.4f}" for name in names if name in before
-    )
 
 
 def _is_number(value: Any, low: float, high: float) -> bool:
@@ -160,19 +144,17 @@ def saved_decisions(model: str, labels: Labels) -> Decisions | None:
 def _fault(decisions: Decisions, names: Any) -> str:
     """Why the decisions, of a model with these labels, are not for the labels; "" if they are."""
     labels = decisions.labels
+    several = labels.problem_type == MULTI
     if names != list(labels.names):
         return f"it belongs to a model with other labels than {listing(labels.names)}"
-    unknown = [name for name in decisions.thresholds if name not in labels.names]
-    if unknown:
-        return f"thresholds of {listing(unknown)}, but the labels are {listing(labels.names)}"
     if labels.problem_type == "regression":
         return "regression has no decisions"
-    if labels.problem_type == MULTI and decisions.abstain_below is not None:
+    with_threshold = labels.names if several or labels.size == 2 else ()
+    wrong = [name for name in decisions.thresholds if name not in with_threshold]
+    if wrong:
+        return f"thresholds of {listing(wrong)}, which cannot have one"
+    if several and decisions.abstain_below is not None:
         return "several labels per text have no abstain_below"
-    if labels.problem_type == SINGLE and decisions.thresholds and labels.size > 2:
-        return "more than two classes have no thresholds"
-    if labels.problem_type == SINGLE and len(decisions.thresholds) > 1:
-        return "two classes have one threshold"
     return ""
 
 
