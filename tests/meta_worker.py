@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 import toolkit
 from toolkit import launch
-from toolkit.evaluation import teacher
+from toolkit.features.distillation import teacher
 from toolkit.features.padding_free import packed as padding_free
 from toolkit.features.padding_free.collator import PackedCollator
 from toolkit.features.titles.evaluation import Writer

@@ -206,7 +206,7 @@ def test_a_run_imports_only_what_it_needs(tiny_model: Path, reviews: Path, tmp_p
         "deepspeed",
         "datasets",
         "transformers.models.big_bird.modeling_big_bird",
-        "toolkit.evaluation.teacher",
+        "toolkit.features.distillation.teacher",
     )
     code = (
         "import gc, runpy, sys\n"

@@ -13,7 +13,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from toolkit import launch
-from toolkit.config import PretrainedSettings, TaskSettings, build, tasks
+from toolkit.config import PretrainedSettings, build, tasks
 from toolkit.data.prepare import Prepared, finish_data, prepare_data
 from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UserError, did_you_mean
@@ -126,9 +126,8 @@ def load_data(
     accelerator: Accelerator,
     model: PretrainedSettings | None = None,
 ) -> tuple[Any, Prepared]:
-    """(tokenizer, data): reads and tokenizes the files once per machine, and computes the outputs
-    of a `--teacher`; all processes call this. `model`: the settings of the tokenizer's model, by
-    default `settings.model`."""
+    """(tokenizer, data): reads and tokenizes the files once per machine; all processes call this.
+    `model`: the settings of the tokenizer's model, by default `settings.model`."""
     count = accelerator.num_processes
     world = int(os.environ.get("WORLD_SIZE") or 1)
     if count != world:
@@ -137,10 +136,6 @@ def load_data(
     model = model or settings.model
     tokenizer = load_tokenizer(model)
     data = prepare_data(settings, tokenizer, load_config(model), accelerator)
-    if isinstance(settings, TaskSettings) and settings.distillation.teacher:
-        from toolkit.evaluation.teacher import add_teacher_logits  # imports the models
-
-        data = add_teacher_logits(accelerator, settings, data, tokenizer)  # in padded batches
     data = finish_data(settings, data, tokenizer, accelerator)
     tokenizer.model_max_length = data.max_length  # saved with the model, to truncate texts as here
     tokenizer.init_kwargs[COLUMNS] = _training_columns(settings, data)  # saved, too

@@ -92,17 +92,12 @@ class ModelSettings(PretrainedSettings):
     """Reinitialize this many of the last layers, which may be specialized for the pretraining
     task."""
     num_hidden_layers: int | None = Field(default=None, ge=1)
-    """Keep this many of the pretrained layers, evenly spaced: a smaller student for `teacher`."""
+    """Keep this many of the pretrained layers, evenly spaced."""
 
 
 @section
 class ObjectiveSettings:
     """The loss, and imbalanced classes."""
-
-    conflicts: ClassVar[Pairs] = (
-        ("r_drop_alpha", "teacher", "its second pass has no teacher"),
-        ("fgm_epsilon", "teacher", "its second pass has no teacher"),
-    )
 
     loss: Literal["cross_entropy", "focal"] = "cross_entropy"
     """The loss of classes; focal (Lin et al., 2017) gives rows with confident correct predictions
@@ -136,24 +131,6 @@ class ObjectiveSettings:
         for name in ("r_drop_alpha", "fgm_epsilon"):
             if values.get(name) is not None and values.get("per_device_batch_size") == "auto":
                 yield f"--per_device_batch_size auto measures one pass, and --{name} takes two"
-
-
-@section
-class DistillationSettings:
-    """Distillation from a fine-tuned model."""
-
-    needs: ClassVar[Mapping[str, str]] = {
-        "distillation_temperature": "teacher",
-        "distillation_alpha": "teacher",
-    }
-
-    teacher: str | None = None
-    """A classifier for the same labels, a run's model folder or a hub name; its outputs are
-    cached."""
-    distillation_temperature: float | None = Field(default=None, gt=0)
-    """Divides the logits of teacher and student: above 1 probabilities become softer; default 2."""
-    distillation_alpha: float = Field(default=0.5, ge=0, le=1)
-    """The weight of the teacher's loss; the labels' loss has the rest."""
 
 
 @section
@@ -410,7 +387,6 @@ class TaskSettings:
     """`MODULE:CLASS` of what the model learns to predict (`toolkit.data.targets.Targets`)."""
 
     model: ModelSettings
-    distillation: DistillationSettings
     data: DataSettings
     objective: ObjectiveSettings
     training: TrainingSettings

@@ -141,9 +141,6 @@ def identity_of(
     }
     for name in ("lora_r", "lora_alpha", "lora_target_modules"):
         identity[name] = getattr(model, name, None)
-    distillation = getattr(settings, "distillation", None)
-    if distillation and distillation.teacher:
-        identity["teacher"] = content(distillation.teacher)
     if layers := getattr(model, "num_hidden_layers", None):
         identity["num_hidden_layers"] = layers
     return identity

@@ -19,7 +19,7 @@ from toolkit.data.tokens import LengthBuckets, Split, load_split
 from toolkit.errors import UserError, first_line
 from toolkit.evaluation.answers import DECISIONS, ClassAnswers
 from toolkit.evaluation.saved_model import SavedModel, training_run
-from toolkit.models.exported import FILES, export_format
+from toolkit.features.export.runtimes import FILES, export_format
 from toolkit.pretrained import quiet_transformers
 from toolkit.utils.cache import cache_folder
 from toolkit.utils.extras import require_extra

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from toolkit.data.tokens import Split
-from toolkit.models.exported import FILES, INPUTS, no_statistics
+from toolkit.features.export.runtimes import FILES, INPUTS, no_statistics
 
 _CALIBRATION_TEXTS = 300
 _OPSET = 17

@@ -1,8 +1,10 @@
-"""The command `toolkit export`."""
+"""The command `toolkit export`, and how its models are loaded."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import Any
 
 from toolkit.utils.features import Command, Feature
 
@@ -23,7 +25,17 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-FEATURE = Feature(
+class ExportFeature(Feature):
+    """The command, and the models that it writes."""
+
+    def load_model(self, model: str, config: Any) -> Any:
+        from toolkit.features.export.runtimes import ExportedClassifier, export_format
+
+        folder = Path(model)
+        return ExportedClassifier(folder, config) if export_format(folder) else None
+
+
+FEATURE = ExportFeature(
     Command(
         name="export",
         help="export a classifier to OpenVINO or ONNX Runtime, optionally in 8 bits",
