@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+from pydantic import BaseModel, Field, ValidationError
 
 from toolkit.data.labels import MULTI, Labels
 from toolkit.demo import model_path
@@ -23,7 +24,7 @@ from toolkit.errors import UserError, listing
 from toolkit.evaluation.answers import DECISIONS, ClassAnswers
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation
 from toolkit.features.decisions.effect import calibration_error
-from toolkit.utils.files import Kinds, as_json, read_table
+from toolkit.utils.files import as_json
 
 TEMPERATURES = (0.05, 20.0)
 _DESCRIBED = ("accuracy", "f1_macro", "f1_micro", "ece", "brier")
@@ -107,19 +108,16 @@ class Decisions(ClassAnswers):
         return lines
 
 
-def _is_number(value: Any, low: float, high: float) -> bool:
-    return type(value) in (int, float) and low < value < high
+_Share = Annotated[float, Field(gt=0, lt=1)]
 
 
-def _are_thresholds(value: Any) -> bool:
-    return isinstance(value, dict) and all(_is_number(each, 0, 1) for each in value.values())
+class _File(BaseModel):
+    """decisions.json."""
 
-
-_KINDS: Kinds = {
-    "temperature": (lambda value: _is_number(value, 0.049, 20.01), "a number from 0.05 to 20"),
-    "thresholds": (_are_thresholds, "a table of numbers between 0 and 1"),
-    "abstain_below": (lambda value: _is_number(value, 0, 1), "a number between 0 and 1"),
-}
+    labels: list[str]
+    temperature: float = Field(default=1.0, ge=TEMPERATURES[0], le=TEMPERATURES[1])
+    thresholds: dict[str, _Share] = {}
+    abstain_below: _Share | None = None
 
 
 def saved_decisions(model: str, labels: Labels) -> Decisions | None:
@@ -130,18 +128,21 @@ def saved_decisions(model: str, labels: Labels) -> Decisions | None:
     path = _decisions_file(model)
     if path is None:
         return None
-    content = read_table(path, _KINDS)
-    temperature = content.get("temperature") or 1.0
-    thresholds = content.get("thresholds") or {}
-    decisions = Decisions(labels, float(temperature), thresholds, content.get("abstain_below"))
-    fault = _fault(decisions, content.get("labels"))
+    remedy = f"repeat the run's command, or remove {path} to answer with the likeliest class"
+    try:
+        file = _File.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(f"{path}: {where}: {first['msg']}: {remedy}") from error
+    decisions = Decisions(labels, file.temperature, file.thresholds, file.abstain_below)
+    fault = _fault(decisions, file.labels)
     if fault:
-        remedy = f"repeat the run's command, or remove {path} to answer with the likeliest class"
         raise UserError(f"{path}: {fault}: {remedy}")
     return decisions
 
 
-def _fault(decisions: Decisions, names: Any) -> str:
+def _fault(decisions: Decisions, names: list[str]) -> str:
     """Why the decisions, of a model with these labels, are not for the labels; "" if they are."""
     labels = decisions.labels
     several = labels.problem_type == MULTI
