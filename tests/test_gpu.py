@@ -264,8 +264,8 @@ def test_packed_texts_by_varlen_attn(window: int, first_only: bool) -> None:
     states = torch.randn(3, 99, 4, 32, device=cuda, dtype=torch.bfloat16)
     q, k, v = states[0, packed.first_tokens] if first_only else states[0], states[1], states[2]
 
-    def compute(*states: Any) -> torch.Tensor:
-        return F.scaled_dot_product_attention(*states, scale=0.2).transpose(1, 2)
+    def compute(*states: Any) -> tuple[torch.Tensor]:
+        return (F.scaled_dot_product_attention(*states, scale=0.2).transpose(1, 2),)
 
     results = []
     for attend, how in ((packing._varlen, 0.2), (packing._padded, compute)):
