@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from toolkit import launch
-from toolkit.config import LongTextSettings, flat, section_in
+from toolkit.config import flat
 from toolkit.data import balance, tokens
 from toolkit.data.labels import Labels
 from toolkit.data.read import read_tables
@@ -151,12 +151,6 @@ def _facts(
     for split, table in tables.items():
         facts[f"the content of the {split} data"] = table.digest
     facts["the tokenizer"] = tokens.fingerprint(tokenizer)
-    compared = section_in(settings, LongTextSettings).compare_max_length
-    if compared and compared >= facts["max_length"]:
-        raise UserError(
-            f"--compare_max_length {compared}: texts are cut at {facts['max_length']} tokens "
-            "anyway: pass fewer"
-        )
     return facts
 
 
@@ -217,11 +211,12 @@ class _Preparation:
     facts: Mapping[str, Any]
     tables: Mapping[str, Table]
     notes: list[str] = field(default_factory=list)
+    hashes: dict[str, np.ndarray] = field(default_factory=dict)
+    """Name of a table -> (rows,) int64 of its texts, valid in this process."""
 
     def write(self, folder: Path) -> None:
         """Selects and checks the rows of every split before tokenizing any; then writes them all to
         `folder`."""
-        self.notes.extend(table.note for table in self.tables.values() if table.note)
         texts = self._find_texts()
         tables = {split: self._with_texts(table, texts) for split, table in self.tables.items()}
         train = tables["train"]
@@ -240,7 +235,7 @@ class _Preparation:
             places_of_split = self._limit(split, len(tables[split]))
             tables[split] = tables[split].select(places_of_split)
             encoded[split] = encoded[split][places_of_split]
-        self.notes.extend(_find_overlaps(tables))
+        self.notes.extend(self._find_overlaps(tables))
         tables = {
             split: tables[split] for split in ("train", "validation", "test") if split in tables
         }
@@ -293,8 +288,12 @@ class _Preparation:
         inputs = [texts[name] for name in ("text_column", "text_pair") if name in texts]
         table = table.reading(tuple(inputs), separator)
         blank = [np.zeros((len(texts), 0), bool)]
+        hashes = [np.zeros(0, np.int64)]
         for block in table.text_blocks(list(texts.values()), separator):
             blank.append(np.array([[not text.strip() for text in column] for column in block]))
+            rows = zip(*block[: len(inputs)], strict=True)
+            hashes.append(np.fromiter(map(hash, rows), np.int64, len(block[0])))
+        self.hashes[table.name] = np.concatenate(hashes)
         is_blank = np.concatenate(blank, axis=1)  # (columns, rows)
         for (setting, column), flags in zip(texts.items(), is_blank, strict=True):
             what = setting.removesuffix("_column").replace("_pair", "")  # the text, or the title
@@ -394,6 +393,20 @@ class _Preparation:
         self.notes.extend(_token_notes(split, counts, len(table), length))
         np.save(folder / "rows.npy", table.row_numbers)
 
+    def _find_overlaps(self, tables: Mapping[str, Table]) -> Iterator[str]:
+        """Notes on texts (or pairs) of another split that are also in the training data."""
+        hashes = {}
+        for split, table in tables.items():
+            hashes[split] = self.hashes[table.name][table.row_numbers]
+        for split in hashes.keys() - {"train"}:
+            seen = np.isin(hashes[split], hashes["train"])
+            if seen.any():
+                rows = tables[split].listing(tables[split].row_numbers[seen])
+                yield (
+                    f"{split}: {seen.sum()} of {len(seen)} texts are also in the training data: its "
+                    f"scores will be too high (rows {rows})"
+                )
+
 
 def data_seed(settings: Any) -> int:
     """The seed that rows are drawn with: `--data_seed`, or the run's seed."""
@@ -417,30 +430,6 @@ def _group_cells(table: Table, excluded: Sequence[str]) -> Iterator[dict[str, st
     for _, cells in table.cells(names):
         for row in zip(*cells, strict=True):
             yield dict(zip(names, map(str, row), strict=True))
-
-
-def _find_overlaps(tables: Mapping[str, Table]) -> Iterator[str]:
-    """Notes on texts (or pairs) of another split that are also in the training data."""
-    train = np.unique(_hashes(tables["train"]))
-    for split, table in tables.items():
-        if split != "train":
-            hashes = _hashes(table)
-            seen = np.isin(hashes, train)
-            if seen.any():
-                rows = table.listing(table.row_numbers[seen])
-                yield (
-                    f"{split}: {seen.sum()} of {len(hashes)} texts are also in the training data: "
-                    f"its scores will be too high (rows {rows})"
-                )
-
-
-def _hashes(table: Table) -> np.ndarray:
-    """(rows,) int64 of the texts, valid in this process."""
-    parts = [np.zeros(0, np.int64)]
-    for texts, pairs in table.texts():
-        rows = texts if pairs is None else zip(texts, pairs, strict=True)
-        parts.append(np.fromiter(map(hash, rows), np.int64, len(texts)))
-    return np.concatenate(parts)
 
 
 def _token_notes(split: str, counts: tokens.Counts, rows: int, max_length: int) -> Iterator[str]:

@@ -212,7 +212,7 @@ class _Prediction:
             if done
             else ""
         )
-        for line in filter(None, [self.table.note, columns, resumed]):
+        for line in filter(None, [columns, resumed]):
             launch.log_on_main(self.accelerator, line)
         saved.load(
             self.accelerator,
