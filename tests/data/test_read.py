@@ -65,7 +65,7 @@ def _as_large_files_are(
     if request.param != "in memory":
         monkeypatch.setattr(table, "BATCH_ROWS", 3)
         monkeypatch.setattr(text_files, "BLOCK_ROWS", 7)
-        monkeypatch.setattr(text_files, "_BLOCK_CHARACTERS", 100)
+        monkeypatch.setattr(text_files, "_BLOCK_CHARACTERS", 1000)
         monkeypatch.setattr(read, "IN_MEMORY_BYTES", -1)
 
 
@@ -268,11 +268,12 @@ def test_text_without_its_type_in_parquet(tmp_path: Path) -> None:
 
 def test_a_folder_is_read_again_when_its_content_changes(tmp_path: Path) -> None:
     digests = []
+    path = tmp_path / "data" / "train.jsonl"
+    path.parent.mkdir()
     for text in ("a", "b"):
-        path = tmp_path / "train.jsonl"
         path.write_text(json.dumps({"text": text}))
         os.utime(path, (1, 1))
-        tables = read_hub(str(tmp_path))
+        tables = read_hub(str(path.parent))
         assert list(tables["train"].rows["text"]) == [text]
         digests.append(tables["train"].digest)
     assert digests[0] != digests[1]
