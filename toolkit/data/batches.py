@@ -238,11 +238,11 @@ class Collator:
             tokens=int(lengths.sum()),
             columns={name: self.move(values[indices]) for name, values in split.columns.items()},
         )
-        if is_empty:
-            weights = torch.zeros_like(batch.weights)
-            ids = torch.full_like(batch.ids, -1)
-            return replace(batch, weights=weights, ids=ids, samples=0, tokens=0)
-        return batch
+        if not is_empty:
+            return batch
+        no_weights = torch.zeros_like(batch.weights)
+        no_ids = torch.full_like(batch.ids, -1)
+        return replace(batch, weights=no_weights, ids=no_ids, samples=0, tokens=0)
 
     def inputs(
         self, tokens: np.ndarray, lengths: np.ndarray, types: np.ndarray | None

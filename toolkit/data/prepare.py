@@ -167,7 +167,7 @@ def _load(settings: Any, folder: Path, model_config: Any, tables: Mapping[str, T
     text_pair = getattr(settings.data, "text_pair", None)
     if text_pair and not tokens.has_token_types(model_config):
         notes.append("this model has one token type: only a separator divides the texts of a pair")
-    data = Data(
+    return Data(
         folder=folder,
         digest=folder.name,
         text_column=meta["text_column"],
@@ -178,11 +178,11 @@ def _load(settings: Any, folder: Path, model_config: Any, tables: Mapping[str, T
         file_digests={split: table.digest for split, table in tables.items()},
         **splits,
     )
-    return data.with_collator(targets_class.collator(settings))
 
 
 def finish_data(settings: Any, data: Data, tokenizer: Any, accelerator: Accelerator) -> Data:
-    """The data with what features change (`Feature.data`)."""
+    """The data with the collator of their targets, and what features change (`Feature.data`)."""
+    data = data.with_collator(type(data.targets).collator(settings))
     for feature in features():
         data = feature.data(settings, data, tokenizer, accelerator)
     return data
@@ -202,6 +202,10 @@ def _weighed(settings: Any, data: Data, device: torch.device) -> Data:
     return replace(data, **splits, pos_weight=pos_weight, notes=notes, advice=balanced.advice)
 
 
+_Samples = dict[str, tuple[Table, np.ndarray]]
+"""Split -> its rows, and their encoded targets."""
+
+
 @dataclass(frozen=True)
 class _Preparation:
     """The data of a run, from tables to a folder of tokens."""
@@ -218,40 +222,38 @@ class _Preparation:
         """Selects and checks the rows of every split before tokenizing any; then writes them all to
         `folder`."""
         texts = self._find_texts()
-        tables = {split: self._with_texts(table, texts) for split, table in self.tables.items()}
-        train = tables["train"]
+        train = self._with_texts(self.tables["train"], texts)
         targets = targets_of(self.settings).find(self.settings, train, texts["text_column"])
-        if "test" in tables and targets.all_missing(tables["test"]):
-            name = tables.pop("test").name
-            self.notes.append(f"{name} has no labels: it is left out (`toolkit predict` labels it)")
-        encoded = {split: targets.encode(table) for split, table in tables.items()}
-        if "validation" not in tables:
-            places = self._hold_out(train, targets.strata(encoded["train"]))
-            all_encoded = encoded["train"]
-            for split, part in places.items():
-                tables[split] = train.select(part)
-                encoded[split] = all_encoded[part]
-        for split in tables:
-            places_of_split = self._limit(split, len(tables[split]))
-            tables[split] = tables[split].select(places_of_split)
-            encoded[split] = encoded[split][places_of_split]
-        self.notes.extend(self._find_overlaps(tables))
-        tables = {
-            split: tables[split] for split in ("train", "validation", "test") if split in tables
-        }
-        for split, table in tables.items():
+        samples = self._select(train, targets, texts)
+        self.notes.extend(self._find_overlaps(samples))
+        for split, (table, encoded) in samples.items():
             (folder / split).mkdir()
             self._write_split(folder / split, table, targets)
-            self.notes.extend(targets.save(folder / split, table, encoded[split], self.tokenizer))
+            self.notes.extend(targets.save(folder / split, table, encoded, self.tokenizer))
         meta = {
             "targets": asdict(targets),
             "text_column": texts["text_column"],
             "max_length": self.facts["max_length"],
             "notes": self.notes,
-            "splits": list(tables),
+            "splits": list(samples),
             "files": {split: table.name for split, table in self.tables.items()},
         }
         (folder / "meta.json").write_text(json.dumps(meta, ensure_ascii=False), encoding="utf-8")
+
+    def _select(self, train: Table, targets: Targets, texts: Mapping[str, str]) -> _Samples:
+        encoded = targets.encode(train)
+        samples = {"train": (train, encoded)}
+        if "validation" not in self.tables:
+            for split, places in self._hold_out(train, targets.strata(encoded)).items():
+                samples[split] = train.select(places), encoded[places]
+        for split, table in self.tables.items():
+            if split == "test" and targets.all_missing(table):
+                line = "has no labels: it is left out (`toolkit predict` labels it)"
+                self.notes.append(f"{table.name} {line}")
+            elif split != "train":
+                selected = self._with_texts(table, texts)
+                samples[split] = selected, targets.encode(selected)
+        return {split: self._limit(split, *samples[split]) for split in samples}
 
     def _find_texts(self) -> dict[str, str]:
         """Setting -> column, of each text that must not be empty."""
@@ -310,7 +312,9 @@ class _Preparation:
 
     def _refuse_blank(self, table: Table, what: str, flags: np.ndarray, setting: str) -> None:
         if flags.all():
-            raise UserError(f"{table.name}: every {what} is empty: name another with --{setting}")
+            others = len(table.rows.column_names) > 1
+            remedy = f": name another with --{setting}" if others else ""
+            raise UserError(f"{table.name}: every {what} is empty{remedy}")
         if flags.any() and not self.settings.data.drop_empty_text:
             hint = ""
             if table.name.endswith(".txt"):
@@ -367,16 +371,18 @@ class _Preparation:
         is_held_out[validation] = True
         return {"train": np.flatnonzero(~is_held_out), "validation": np.flatnonzero(is_held_out)}
 
-    def _limit(self, split: str, count: int) -> np.ndarray:
-        """The places of at most `--max_train_samples` or `--max_eval_samples` rows, drawn by the
-        seed, in their order."""
+    def _limit(self, split: str, table: Table, encoded: np.ndarray) -> tuple[Table, np.ndarray]:
+        """At most `--max_train_samples` or `--max_eval_samples` rows, drawn by the seed, in their
+        order."""
         setting = "max_train_samples" if split == "train" else "max_eval_samples"
         limit = getattr(self.settings.data, setting)
+        count = len(table)
         if limit is None or limit >= count:
-            return np.arange(count)
+            return table, encoded
         self.notes.append(f"{split}: {limit} of {count} rows are used (--{setting})")
         order = np.random.default_rng(data_seed(self.settings)).permutation(count)
-        return np.sort(order[:limit])
+        places = np.sort(order[:limit])
+        return table.select(places), encoded[places]
 
     def _write_split(self, folder: Path, table: Table, targets: Targets) -> None:
         blocks: Iterator[tokens.TextBlock] = table.texts()
@@ -393,15 +399,16 @@ class _Preparation:
         self.notes.extend(_token_notes(split, counts, len(table), length))
         np.save(folder / "rows.npy", table.row_numbers)
 
-    def _find_overlaps(self, tables: Mapping[str, Table]) -> Iterator[str]:
+    def _find_overlaps(self, samples: _Samples) -> Iterator[str]:
         """Notes on texts (or pairs) of another split that are also in the training data."""
-        hashes = {}
-        for split, table in tables.items():
-            hashes[split] = self.hashes[table.name][table.row_numbers]
-        for split in hashes.keys() - {"train"}:
-            seen = np.isin(hashes[split], hashes["train"])
+        train, _ = samples["train"]
+        hashes = self.hashes[train.name][train.row_numbers]
+        others = [split for split in samples if split != "train"]
+        for split in others:
+            table, _ = samples[split]
+            seen = np.isin(self.hashes[table.name][table.row_numbers], hashes)
             if seen.any():
-                rows = tables[split].listing(tables[split].row_numbers[seen])
+                rows = table.listing(table.row_numbers[seen])
                 yield (
                     f"{split}: {seen.sum()} of {len(seen)} texts are also in the training data: its "
                     f"scores will be too high (rows {rows})"
