@@ -1,8 +1,6 @@
 """Files and folders made to harm: downloaded models, data and runs."""
 
 import csv
-import gzip
-import json
 import pickle
 import shutil
 import sys
@@ -13,9 +11,9 @@ import pytest
 from tests.faults import Fault, refusal
 from tests.report.made import classifier
 from tests.runs import ROOT, edit_json, slow_but, start
-from toolkit.config import ModelSettings, TextSettings
+from toolkit.config import ModelSettings
 from toolkit.data.labels import Labels
-from toolkit.data.read import read_file, read_hub
+from toolkit.data.read import read_hub
 from toolkit.features.sweep.command import Sweep
 from toolkit.models.classifier import load_saved_classifier
 from toolkit.models.exported import ExportedClassifier
@@ -45,34 +43,6 @@ def test_a_data_set_that_names_an_address_is_refused(tmp_path: Path) -> None:
     config = "configs:\n- config_name: default\n  data_files:\n  - split: train\n    path: https://localhost:9/secret.csv\n"
     (tmp_path / "README.md").write_text(f"---\n{config}---\n")
     refusal(read_hub, str(tmp_path), says=[str(tmp_path), "secret.csv"])
-
-
-@pytest.mark.parametrize("kind", ["csv", "jsonl"])
-def test_too_many_columns_are_refused(kind: str, tmp_path: Path, fault: Fault) -> None:
-    names = [f"c{number}" for number in range(200_000)]
-    path, rows = tmp_path / f"rows.{kind}", ",".join(names) + "\n" + "1," * 199_999 + "1\n"
-    path.write_text(rows if kind == "csv" else json.dumps(dict.fromkeys(names, 1)))
-    said = refusal(
-        lambda: len(read_file(str(path), TextSettings())),
-        says=[str(path), "200000 columns", "10000"],
-    )
-    fault(f"a {kind.upper()} file with 200,000 columns", said)
-
-
-@pytest.mark.parametrize("name", ["rows.csv.gz", "rows.jsonl.gz", "rows.tsv", "rows.txt"])
-def test_a_line_without_an_end_is_named(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("toolkit.data.text_files.MAX_CELL", 5000)
-    monkeypatch.setattr(
-        "csv.field_size_limit", lambda limit: None
-    )  # it would hold for all later tests
-    path, content = tmp_path / name, b'{"text": "a"}\n' + b"x" * 6000
-    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    refusal(
-        lambda: len(read_file(str(path), TextSettings())),
-        says=[f"{path}, line 2", "5000 characters"],
-    )
 
 
 def test_a_graph_that_takes_all_memory_ends_in_one_line(tmp_path: Path, fault: Fault) -> None:

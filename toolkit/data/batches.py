@@ -79,7 +79,7 @@ class GlobalBatches(Sequence[np.ndarray]):
         generator = np.random.default_rng([seed, epoch])
         count = len(lengths)
         if probabilities is None:  # the order of `generator.permutation`, in half the memory
-            self._order = np.arange(count, dtype=np.int32)
+            self._order: np.ndarray = np.arange(count, dtype=np.int32)
             generator.shuffle(self._order)
         else:
             self._order = generator.choice(count, count, p=probabilities)
@@ -172,7 +172,7 @@ def _cut_by_length(
         size = per_device
         if max_tokens is not None:
             size = min(size, max(1, max_tokens // _width(lengths[start])))
-        same_bucket = np.count_nonzero(bucket[start : start + size] == bucket[start])
+        same_bucket = int(np.count_nonzero(bucket[start : start + size] == bucket[start]))
         cut.append(by_length[start : start + same_bucket])
         start += same_bucket
     return cut

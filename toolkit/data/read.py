@@ -406,6 +406,7 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
     content = ""
     cache = None
     if folder.is_dir():
+        _refuse_addresses(folder)
         content = digest_of_files(folder, folder.rglob("*"))
         cache = str(cache_folder() / "datasets" / content)
     else:
@@ -426,3 +427,16 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
         digest = f"{content}-{config}-{split}" if content else rows._fingerprint
         tables[split] = Table(rows, f"{name} ({split})", f"{digest}-{len(rows)}")
     return tables
+
+
+def _refuse_addresses(folder: Path) -> None:
+    """Raises UserError if the README of a folder names an address, which `datasets` would fetch."""
+    from huggingface_hub import metadata_load
+
+    readme = folder / "README.md"
+    if not readme.is_file():
+        return
+    text = str((metadata_load(readme) or {}).get("configs"))
+    address = re.search(r"[\w+]+://[^'\"\s]*", text)
+    if address:
+        raise UserError(f"{folder} names {address[0][:200]}, outside it: put the file itself there")
