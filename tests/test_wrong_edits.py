@@ -32,7 +32,9 @@ BATCHES = "        for batch in step.micro_batches(model):"
 LOGITS = "            logits = model(**batch.inputs).logits  # (B, C)"
 LOSSES = "            losses = objective(batch, logits)"
 BACKWARD = "            accelerator.backward(step.mean(losses))"
-CLIP = "        step.grad_norm = accelerator.clip_grad_norm_(model.parameters(), training.clip_norm)\n"
+CLIP = (
+    "        step.grad_norm = accelerator.clip_grad_norm_(model.parameters(), training.clip_norm)\n"
+)
 STEP = "        optimizer.step()\n"
 SCHEDULE = "        scheduler.step()\n"
 ZERO = "        optimizer.zero_grad()\n"
@@ -188,9 +190,14 @@ def job(name: str, way: str, *more: Any) -> Path:
     _, before, after, _ = EDITS[name]
     text = (ROOT / "recipes" / "cls.py").read_text(encoding="utf-8")
     assert text.count(before) == 1, name
-    text = text.replace(before, after).replace(IMPORT, f"import torch\n{IMPORT}{SCALE if 'Scale()' in after else ''}")
+    text = text.replace(before, after).replace(
+        IMPORT, f"import torch\n{IMPORT}{SCALE if 'Scale()' in after else ''}"
+    )
     if "Scale()" in after:
-        text = text.replace(LOSSES, f"{LOSSES} * (model.scale.value if step.number < 2 or accelerator.is_main_process else 1) #")
+        text = text.replace(
+            LOSSES,
+            f"{LOSSES} * (model.scale.value if step.number < 2 or accelerator.is_main_process else 1) #",
+        )
         text = text.replace("model.scale.value if", "toolkit.unwrapped(model).scale.value if")
     if "no checkpoint has" in name:
         text = text.replace(STEP, f"{STEP}        other.step()\n")
@@ -198,7 +205,12 @@ def job(name: str, way: str, *more: Any) -> Path:
     path = inputs.session_folder() / f"edited_{digest}.py"
     path.write_text(text, encoding="utf-8")
     label = " ".join([digest, *(str(word) for word in more if not callable(word))])
-    words = [path, *TABLE, *(() if "--per_device_batch_size" in more else ("--per_device_batch_size", 3)), *more]
+    words = [
+        path,
+        *TABLE,
+        *(() if "--per_device_batch_size" in more else ("--per_device_batch_size", 3)),
+        *more,
+    ]
     return runs(way).run(label, "tests.edited_recipe", words, 60)
 
 
