@@ -72,17 +72,6 @@ def test_from_pretrained_loads_it(
     assert AutoTokenizer.from_pretrained(out)("good film")["input_ids"]
 
 
-@pytest.mark.parametrize("name", ["zero2-bf16 x3", "zero3-bf16 x3", "zero3-frozen x3"])
-def test_equal_to_zero_to_fp32(name: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """Where DeepSpeed's own script is right."""
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    theirs = get_fp32_state_dict_from_zero_checkpoint(str(checkpoints[name]))
-    toolkit.convert(checkpoints[name], tmp_path / "out")
-    ours = read_folder(tmp_path / "out")
-    assert_equal(ours, {key: theirs[key] for key in ours})
-
-
 def test_what_was_left_out_comes_from_the_base_model(
     checkpoints: dict[str, Path], tiny_model: Path, tmp_path: Path
 ) -> None:
