@@ -57,9 +57,9 @@ def noting_clip(*given: Any) -> Any:
     return norm
 
 
-def noting_finish(steps: Steps, step: Any, grad_norm: Any) -> Iterator[Any]:
+def noting_finish(steps: Steps, step: Any) -> Iterator[Any]:
     WAITS.noted = STEPS[-1]["logging"]
-    yield from finish(steps, step, grad_norm)
+    yield from finish(steps, step)
     WAITS.noted = STEPS[-1]["after"]
 
 

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from toolkit.models import bigbird
 from toolkit.models.bigbird import gathered, plan
 from toolkit.models.bigbird.plan import Pattern
 from toolkit.models.head_groups import head_groups
-from toolkit.training.steps import _explanation
 
 SMALL: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
@@ -220,9 +218,6 @@ def test_bfloat16_weights_and_autocast(training: bool) -> None:
     logits.float().sum().backward()
     with torch.autocast("cpu", torch.bfloat16):
         cast = model(**inputs).logits
-        with pytest.raises(RuntimeError) as crash:
-            exact(**inputs)
-    assert "--attn_implementation eager" in str(_explanation(Mock(), exact, crash.value))
     cast.float().sum().backward()
     for lowered in (logits, cast):
         assert lowered.dtype == torch.bfloat16

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 
-from toolkit.config import ModelSettings, ProblemType, TrainingSettings
+from toolkit.config import ModelSettings, ProblemType
 from toolkit.data.labels import MULTI, Labels
 from toolkit.data.table import Table
-from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.metrics import classification_metrics
-from toolkit.evaluation.outputs import (
-    ComputeMetrics,
-    Evaluation,
-    Outputs,
-    evaluation_batches,
-    predict,
-)
-from toolkit.objective.losses import Losses
+from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, predict
 from toolkit.utils.features import features
 
 DECISIONS = "decisions.json"
@@ -133,7 +123,7 @@ class ClassAnswers(Answers):
         import datasets  # takes half a second with pandas; a run already has its labels as numbers
 
         table = Table(datasets.Dataset.from_dict({"label": list(truth)}), "texts", "")
-        encoded = self.labels.in_columns(table, ("label",)).encode(table, np.arange(len(truth)))
+        encoded = self.labels.in_columns(table, ("label",)).encode(table)
         return classification_metrics(self.adjust_logits(outputs), encoded, self.labels)
 
     def prediction_lines(
@@ -143,36 +133,6 @@ class ClassAnswers(Answers):
         probabilities (in the order of the classes)."""
         for row, label, answer in zip(rows, truth, self.answers(logits), strict=True):
             yield {"id": int(row), "label": _decode_label(label, self.labels), **answer}
-
-
-def classification_evaluation(
-    outputs: Outputs, labels: Labels, compute_metrics: ComputeMetrics
-) -> Evaluation:
-    """The evaluation of gathered logits (N, C) and losses (N,); a collective, every rank gets the
-    numbers."""
-    split = outputs.split
-    if not (arrays := outputs.in_order()):
-        return outputs.evaluation()
-    logits, losses = arrays
-    lines = partial(ClassAnswers(labels).prediction_lines, split.rows, logits, split.labels)
-    return outputs.evaluation(losses, compute_metrics(logits, split.labels), lines, logits)
-
-
-@torch.no_grad()
-def evaluate_classifier(
-    accelerator: Accelerator, model: Any, split: Split, tokenizer: Any, settings: TrainingSettings,
-    losses: Losses, labels: Labels, compute_metrics: ComputeMetrics,
-) -> Evaluation:  # fmt: skip
-    """Evaluates a prepared classifier on a split, each sample exactly once; a collective.
-    recipes/cls.py has the same loop, to be edited."""
-    model.eval()
-    outputs = Outputs(accelerator, split)
-    for batch in evaluation_batches(accelerator, split, tokenizer, settings):
-        logits = model(**batch.inputs).logits.float()  # (B, C)
-        outputs.add(
-            accelerator.gather_for_metrics(batch.padded(logits, losses(logits, batch.labels)))
-        )
-    return classification_evaluation(outputs, labels, compute_metrics)
 
 
 def _decode_label(label: Any, labels: Labels) -> Any:

@@ -98,7 +98,10 @@ def choose_labels(name: str, table: Table, column: str | None, labels: Labels) -
     if not columns:
         return None
     labels = labels.in_columns(table, columns)
-    return replace(labels, values=() if labels.multi_hot else tuple(run.get("label_values", ())))
+    if len(columns) > 1:
+        return labels
+    values = tuple(run.get("label_values", ()))
+    return replace(labels, values=values, separator=run.get("label_separator"))
 
 
 def empty_text_warning(rows: Sequence[int], count: int) -> str:

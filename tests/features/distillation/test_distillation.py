@@ -75,7 +75,7 @@ def add_logits(
     tokenizer = load_tokenizer(settings.model)
     data = prepare_data(settings, tokenizer, load_config(settings.model))
     return lambda accelerator: (
-        add_teacher_logits(accelerator, settings, data, tokenizer, str(teacher)),
+        add_teacher_logits(accelerator, settings, options["teacher"], data, tokenizer),
         tokenizer,
     )
 

@@ -123,14 +123,13 @@ def reference_kernel(
 
 
 def use_kernel(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_is_loop_faster", lambda packed: kind == "text by text")
     if kind == "varlen_attn":
         monkeypatch.setattr(module, "_supports_varlen", lambda query: True)
         monkeypatch.setattr(module, "varlen_attn", reference_kernel)
 
 
 @pytest.mark.parametrize("on_gpu", [False, True], ids=["", "with padding texts"])
-@pytest.mark.parametrize("kind", ["text by text", "padded in attention", "varlen_attn"])
+@pytest.mark.parametrize("kind", ["padded in attention", "varlen_attn"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_and_gradients_are_equal(
     name: str,
@@ -227,7 +226,8 @@ def test_varlen_attn_is_used_in_half_precision_without_dropout(
 
 def test_a_wrong_window_is_refused(load: Models, accelerator: Any, monkeypatch: Any) -> None:
     """The check has a text that is longer than ModernBERT's window."""
-    monkeypatch.setattr(module, "_window_mask", lambda width, *_: torch.ones(width, width) > 0)
+    attention = module._padded
+    monkeypatch.setattr(module, "_padded", lambda *words: attention(*words[:4], 1000, words[5]))
     modern, tokenizer = load("ModernBERT")
     _, packed = collators_of(tokenizer)
     refusal(packed.prepare_model, accelerator, modern, says=["attention"])

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+from pydantic import BaseModel, Field, ValidationError
 
 from toolkit.data.labels import MULTI, Labels
 from toolkit.demo import model_path
@@ -23,10 +24,10 @@ from toolkit.errors import UserError, listing
 from toolkit.evaluation.answers import DECISIONS, ClassAnswers
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation
 from toolkit.features.decisions.effect import calibration_error
-from toolkit.utils.files import Kinds, as_json, read_table
+from toolkit.utils.files import as_json
 
-SINGLE = "single_label_classification"
 TEMPERATURES = (0.05, 20.0)
+_DESCRIBED = ("accuracy", "f1_macro", "f1_micro", "ece", "brier")
 
 
 @dataclass(frozen=True)
@@ -96,46 +97,27 @@ class Decisions(ClassAnswers):
         effect = evaluation.numbers.get("decisions")
         if effect is None:
             return []
-        split = evaluation.split
-        lines = []
-        if self.thresholds:
-            values = [f"{name} {value:.3f}" for name, value in self.thresholds.items()]
-            lines.append(f"thresholds from the validation rows: {listing(values, 8)}")
-            change = _change(effect, "accuracy", "f1_macro", "f1_micro")
-            lines.append(f"  on {split}: {change}")
-        if self.temperature != 1:
-            change = _change(effect, "ece", "brier")
-            lines.append(f"temperature {self.temperature:.3f}, on {split}: {change}")
-        if self.abstain_below is not None:
-            share = 100 * effect["answered"] / evaluation.numbers["num_samples"]
-            line = f"with probabilities from {self.abstain_below:g} on, {share:.1f} % of {split}"
-            lines.append(f"{line} have an answer")
-            if effect["answered"]:
-                lines[-1] += f", of which {100 * effect['accuracy_of_answered']:.1f} % are right"
+        before, after = effect["before"], effect["after"]
+        names = [name for name in _DESCRIBED if name in before]
+        changes = [f"{name} {before[name]:.4f} -> {after[name]:.4f}" for name in names]
+        lines = [f"decisions, on {evaluation.split}: {', '.join(changes)}"]
+        if self.abstain_below is not None and effect["answered"]:
+            answered = f"{effect['answered']} of {evaluation.numbers['num_samples']} rows"
+            right = 100 * effect["accuracy_of_answered"]
+            lines.append(f"  {answered} have an answer, of which {right:.1f} % are right")
         return lines
 
 
-def _change(effect: Mapping[str, Any], *names: str) -> str:
-    """`f1_macro 0.8100 -> 0.8300`."""
-    before, after = effect["before"], effect["after"]
-    return ", ".join(
-        f"{name} {before[name]:.4f} -> {after[name]:.4f}" for name in names if name in before
-    )
+_Share = Annotated[float, Field(gt=0, lt=1)]
 
 
-def _is_number(value: Any, low: float, high: float) -> bool:
-    return type(value) in (int, float) and low < value < high
+class _File(BaseModel):
+    """decisions.json."""
 
-
-def _are_thresholds(value: Any) -> bool:
-    return isinstance(value, dict) and all(_is_number(each, 0, 1) for each in value.values())
-
-
-_KINDS: Kinds = {
-    "temperature": (lambda value: _is_number(value, 0.049, 20.01), "a number from 0.05 to 20"),
-    "thresholds": (_are_thresholds, "a table of numbers between 0 and 1"),
-    "abstain_below": (lambda value: _is_number(value, 0, 1), "a number between 0 and 1"),
-}
+    labels: list[str]
+    temperature: float = Field(default=1.0, ge=TEMPERATURES[0], le=TEMPERATURES[1])
+    thresholds: dict[str, _Share] = {}
+    abstain_below: _Share | None = None
 
 
 def saved_decisions(model: str, labels: Labels) -> Decisions | None:
@@ -146,33 +128,34 @@ def saved_decisions(model: str, labels: Labels) -> Decisions | None:
     path = _decisions_file(model)
     if path is None:
         return None
-    content = read_table(path, _KINDS)
-    temperature = content.get("temperature") or 1.0
-    thresholds = content.get("thresholds") or {}
-    decisions = Decisions(labels, float(temperature), thresholds, content.get("abstain_below"))
-    fault = _fault(decisions, content.get("labels"))
+    remedy = f"repeat the run's command, or remove {path} to answer with the likeliest class"
+    try:
+        file = _File.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(f"{path}: {where}: {first['msg']}: {remedy}") from error
+    decisions = Decisions(labels, file.temperature, file.thresholds, file.abstain_below)
+    fault = _fault(decisions, file.labels)
     if fault:
-        remedy = f"repeat the run's command, or remove {path} to answer with the likeliest class"
         raise UserError(f"{path}: {fault}: {remedy}")
     return decisions
 
 
-def _fault(decisions: Decisions, names: Any) -> str:
+def _fault(decisions: Decisions, names: list[str]) -> str:
     """Why the decisions, of a model with these labels, are not for the labels; "" if they are."""
     labels = decisions.labels
+    several = labels.problem_type == MULTI
     if names != list(labels.names):
         return f"it belongs to a model with other labels than {listing(labels.names)}"
-    unknown = [name for name in decisions.thresholds if name not in labels.names]
-    if unknown:
-        return f"thresholds of {listing(unknown)}, but the labels are {listing(labels.names)}"
     if labels.problem_type == "regression":
         return "regression has no decisions"
-    if labels.problem_type == MULTI and decisions.abstain_below is not None:
+    with_threshold = labels.names if several or labels.size == 2 else ()
+    wrong = [name for name in decisions.thresholds if name not in with_threshold]
+    if wrong:
+        return f"thresholds of {listing(wrong)}, which cannot have one"
+    if several and decisions.abstain_below is not None:
         return "several labels per text have no abstain_below"
-    if labels.problem_type == SINGLE and decisions.thresholds and labels.size > 2:
-        return "more than two classes have no thresholds"
-    if labels.problem_type == SINGLE and len(decisions.thresholds) > 1:
-        return "two classes have one threshold"
     return ""
 
 

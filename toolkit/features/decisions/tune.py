@@ -15,7 +15,7 @@ from toolkit.data.tokens import Split
 from toolkit.errors import UserError, did_you_mean, listing
 from toolkit.evaluation.answers import DECISIONS
 from toolkit.evaluation.outputs import Evaluation
-from toolkit.features.decisions.decisions import SINGLE, TEMPERATURES, Decisions
+from toolkit.features.decisions.decisions import TEMPERATURES, Decisions
 from toolkit.report.files import write_atomically
 
 if TYPE_CHECKING:
@@ -26,29 +26,21 @@ _FEW_ROWS = 10
 
 def check(settings: DecisionSettings, labels: Labels) -> None:
     """Raises UserError for settings that do not fit the labels."""
+    kind = f"{labels.problem_type} with {labels.size} labels"
+    single = labels.problem_type == "single_label_classification"
+    two = single and labels.size == 2
     several = labels.problem_type == MULTI
-    two = labels.problem_type == SINGLE and labels.size == 2
     if settings.tune_thresholds and not (two or several):
-        raise UserError(
-            f"--tune_thresholds is for two classes or several labels per text: {_kind(labels)}"
-        )
-    if settings.calibrate and labels.problem_type == "regression":
-        raise UserError(f"--calibrate needs probabilities of classes: {_kind(labels)}")
-    if settings.abstain_below is not None and labels.problem_type != SINGLE:
-        raise UserError(f"--abstain_below needs one class per text: {_kind(labels)}")
+        raise UserError(f"--tune_thresholds is for two classes or several labels, not {kind}")
+    if settings.calibrate and not (single or several):
+        raise UserError(f"--calibrate is for classes, not {kind}")
+    if settings.abstain_below is not None and not single:
+        raise UserError(f"--abstain_below is for one class per text, not {kind}")
     positive = settings.positive_class
     if positive is not None and not (two and positive in labels.names):
         near = did_you_mean(positive, labels.names)
         names = listing(labels.names)
         raise UserError(f"--positive_class {positive}{near}: name one of two classes: {names}")
-
-
-def _kind(labels: Labels) -> str:
-    if labels.problem_type == "regression":
-        return "these labels are numbers (regression)"
-    if labels.problem_type == MULTI:
-        return "these are several labels per text"
-    return f"these are {labels.size} classes"
 
 
 def tune_and_save(

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from pydantic import Field
 
 from toolkit.config.parse import section_in
-from toolkit.config.sections import Pairs, TaskSettings, section
+from toolkit.config.sections import TaskSettings, Values, conflict, needs, section
 from toolkit.utils.features import Feature
 
 
 @section
 class DistillationSettings:
     """Distillation from a fine-tuned model."""
-
-    needs: ClassVar[Mapping[str, str]] = {
-        "distillation_temperature": "teacher",
-        "distillation_alpha": "teacher",
-    }
-    conflicts: ClassVar[Pairs] = (
-        ("r_drop_alpha", "teacher", "its second pass has no teacher"),
-        ("fgm_epsilon", "teacher", "its second pass has no teacher"),
-    )
 
     teacher: str | None = None
     """A classifier for the same labels, a run's model folder or a hub name; its outputs are
@@ -32,6 +23,13 @@ class DistillationSettings:
     """Divides the logits of teacher and student: above 1 probabilities become softer."""
     distillation_alpha: float = Field(default=0.5, ge=0, le=1)
     """The weight of the teacher's loss; the labels' loss has the rest."""
+
+    @staticmethod
+    def contradictions(values: Values) -> Iterator[str]:
+        for name in ("distillation_temperature", "distillation_alpha"):
+            yield from needs(values, name, "teacher")
+        for name in ("r_drop_alpha", "fgm_epsilon"):
+            yield from conflict(values, name, "teacher", "its second pass has no teacher")
 
 
 class DistillationFeature(Feature):
@@ -43,12 +41,12 @@ class DistillationFeature(Feature):
         return {"distillation": DistillationSettings}
 
     def data(self, settings: Any, data: Any, tokenizer: Any, accelerator: Any) -> Any:
-        name = section_in(settings, DistillationSettings).teacher
-        if name is None:
+        teacher = section_in(settings, DistillationSettings).teacher
+        if teacher is None:
             return data
         from toolkit.features.distillation.teacher import add_teacher_logits
 
-        return add_teacher_logits(accelerator, settings, data, tokenizer, name)
+        return add_teacher_logits(accelerator, settings, teacher, data, tokenizer)
 
     def objective(self, settings: Any, objective: Any, data: Any) -> Any:
         distillation = section_in(settings, DistillationSettings)

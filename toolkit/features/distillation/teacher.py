@@ -35,10 +35,10 @@ _FILE = "logits.npy"
 
 
 def add_teacher_logits(
-    accelerator: Accelerator, settings: TaskSettings, data: Prepared, tokenizer: Any, name: str
+    accelerator: Accelerator, settings: TaskSettings, name: str, data: Prepared, tokenizer: Any
 ) -> Prepared:
-    """Adds the logits of the teacher `name` for every training row to the data as the column
-    `teacher`; a collective. The digest of the data then depends on the teacher.
+    """Adds the logits of `--teacher` for every training row to the data as the column `teacher`; a
+    collective. The digest of the data then depends on the teacher.
 
     Each row is computed exactly once, in any number of processes, unless the logits are cached.
     Raises UserError for a teacher with other labels or another tokenizer.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -46,10 +46,6 @@ class Packed:
         """(N, 1, 1, width) bool: tokens of the padded texts that are no padding."""
         columns = torch.arange(self.width, device=self.cu_seqlens.device)
         return (columns < self.cu_seqlens.diff()[:, None])[:, None, None]
-
-
-# (query, key, value, mask) as of padded texts, (N, nh, S, hs) each -> (N, S, nh, hs)
-Compute = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def accept_packed(model: Any, probe: Mapping[str, Any]) -> None:
@@ -161,14 +157,8 @@ def attend(
     if _supports_varlen(q) and not dropout:
         output = _varlen(q, k, v, packed, window, scaling)
     else:
-
-        def compute(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-            sizes = {"dropout": dropout, "scaling": scaling, "is_causal": False}
-            context: Tensor = padded(module, query, key, value, mask, **sizes)[0]
-            return context
-
-        loops = q.device.type == "cpu" and _is_loop_faster(packed)
-        output = (_text_by_text if loops else _padded)(q, k, v, packed, window, compute)
+        compute = partial(padded, module, dropout=dropout, scaling=scaling, is_causal=False)
+        output = _padded(q, k, v, packed, window, compute)
     return output.view(query.shape[0], query.shape[2], *output.shape[1:]), None
 
 
@@ -180,12 +170,6 @@ def _supports_varlen(query: Tensor) -> bool:
     return not query.is_cuda or torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
-def _is_loop_faster(packed: Packed) -> bool:
-    """Whether a loop over texts beats padding on a CPU: with long texts or uneven lengths."""
-    count, tokens = len(packed.lengths), len(packed.padded_indices)
-    return tokens > 128 * count or packed.width * count > 1.2 * tokens
-
-
 def _varlen(
     q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: int, scaling: float | None
 ) -> Tensor:
@@ -195,41 +179,26 @@ def _varlen(
         cu_queries = torch.arange(len(cu_queries), dtype=torch.int32, device=q.device)
         longest = 1
     sides = (window, window) if window < packed.width else (-1, -1)
-    output: Any = varlen_attn(
+    context: Any = varlen_attn(
         q, k, v, cu_queries, packed.cu_seqlens, longest, packed.width,
         scale=scaling, window_size=sides,
     )  # fmt: skip
-    context: Tensor = output
-    return context
-
-
-def _text_by_text(
-    q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: int, compute: Compute
-) -> Tensor:
-    """As `_varlen`."""
-    lengths = list(packed.lengths)
-    query_lengths = lengths if len(q) == len(k) else [1] * len(lengths)
-    outputs = []
-    for parts in zip(q.split(query_lengths), k.split(lengths), v.split(lengths), strict=True):
-        query, key, value = (states.transpose(0, 1)[None] for states in parts)
-        mask = None
-        if window < key.shape[2]:
-            mask = _window_mask(key.shape[2], window, q.device)[: query.shape[2]]
-        outputs.append(compute(query, key, value, mask)[0])  # (length, nh, hs)
-    return torch.cat(outputs)
+    return cast(Tensor, context)
 
 
 def _padded(
-    q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: int, compute: Compute
+    q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: int, compute: Callable[..., Any]
 ) -> Tensor:
-    """As `_varlen`, by a few kernels for all texts, in any precision and with dropout."""
+    """As `_varlen`, by the attention `compute` of transformers for padded texts, in any precision
+    and with dropout."""
     # a compiled layer is made for one length of a tuple, and for any length of a tensor
     count, width = packed.cu_seqlens.shape[0] - 1, packed.width
     mask = packed.key_mask
     if window < width:
-        in_window = _window_mask(width, window, q.device) & mask
+        positions = torch.arange(width, device=q.device)
+        distance = (positions[:, None] - positions).abs()
         # padding attends to itself: a fully masked row has no softmax
-        mask = in_window | torch.eye(width, dtype=torch.bool, device=q.device)
+        mask = (mask & (distance <= window)) | (distance == 0)
 
     def pad(states: Tensor) -> Tensor:  # (T, nh, hs) -> (N, nh, width, hs)
         rows = states.new_zeros(count * width, *states.shape[1:])
@@ -237,11 +206,7 @@ def _padded(
         return rows.unflatten(0, (count, width)).transpose(1, 2)
 
     if len(q) != len(k):  # one query for each text
-        return compute(q.unsqueeze(2), pad(k), pad(v), mask[:, :, :1]).flatten(0, 1)
-    return compute(pad(q), pad(k), pad(v), mask).flatten(0, 1)[packed.padded_indices]
-
-
-def _window_mask(width: int, window: int, device: torch.device) -> Tensor:
-    """(width, width) bool: pairs of tokens at most `window` apart."""
-    positions = torch.arange(width, device=device)
-    return (positions[:, None] - positions).abs() <= window
+        first: Tensor = compute(q.unsqueeze(2), pad(k), pad(v), mask[:, :, :1])[0]
+        return first.flatten(0, 1)
+    context: Tensor = compute(pad(q), pad(k), pad(v), mask)[0]
+    return context.flatten(0, 1)[packed.padded_indices]
