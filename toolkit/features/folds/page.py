@@ -17,8 +17,9 @@ from toolkit.data.tokens import load_split
 from toolkit.errors import UserError
 from toolkit.evaluation import classification_metrics
 from toolkit.features.folds.split import row_digest
-from toolkit.report.files import Record, dumps, write_atomically
+from toolkit.report.files import dumps, write_atomically
 from toolkit.report.html import worst_slices
+from toolkit.report.record import Record
 from toolkit.report.templates import render
 from toolkit.utils.files import cache_folder
 

@@ -138,16 +138,13 @@ class PredictFeature(Feature):
             data is None or data.targets.column_setting is None
         ):  # no run, or pretraining: nothing to predict
             return ()
-        from toolkit.report.files import architecture
-        from toolkit.report.log import runnable_command
+        from toolkit.report.model_class import architecture
 
         if not architecture(folder / "model"):
             return ()
 
         model = f"{shlex.quote(str(folder))}/model"
-        return [
-            f"  {runnable_command('toolkit')} predict {model} YOUR_FILE.csv   labels the rows of a file"
-        ]
+        return [f"  toolkit predict {model} YOUR_FILE.csv   labels the rows of a file"]
 
 
 FEATURE = PredictFeature(
