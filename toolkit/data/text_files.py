@@ -227,7 +227,8 @@ class _CsvFile:
                 if cells and len(cells) != width:
                     fault = (
                         f"{len(cells)} cells where the header has {width}: pass another "
-                        f"--delimiter than {self.delimiter!r} (and --quoting csv), or put the texts "
+                        f"--delimiter than {self.delimiter!r} (and --quoting csv), or put the "
+                        "texts "
                         "with it, or with a lone \\r, in double quotes"
                     )
                     break
