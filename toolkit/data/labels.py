@@ -204,11 +204,13 @@ class Labels(Targets):
         return {"labels": list(self.names), "problem_type": self.problem_type}
 
     def source(self) -> dict[str, Any]:
-        return {
+        source: dict[str, Any] = {
             "label_columns": list(self.columns),
             "label_values": list(self.values),
-            "label_separator": self.separator,
         }
+        if self.separator:
+            source["label_separator"] = self.separator
+        return source
 
     def describe(self) -> str:
         what = "outputs" if self.problem_type == REGRESSION else "classes"
