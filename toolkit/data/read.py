@@ -6,6 +6,7 @@ import bisect
 import glob
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -242,7 +243,7 @@ def _batches(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch
         yield from read(path, settings)
     except UnicodeError as error:
         raise UserError(text_files.encoding_fault(path, settings.encoding)) from error
-    except (pyarrow.ArrowException, OSError, EOFError) as error:
+    except (pyarrow.ArrowException, OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} cannot be read as {kind}: {first_line(error)}") from error
 
 
