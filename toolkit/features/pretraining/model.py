@@ -98,8 +98,9 @@ class MaskedHead:
         rows = max(1, most // decoder.out_features)
         losses_of: Any = self.losses_of
         if len(truth) > rows and torch.is_grad_enabled():
-            options = {"use_reentrant": False, "preserve_rng_state": False}
-            losses_of = partial(checkpoint, self.losses_of, **options)
+            losses_of = partial(
+                checkpoint, self.losses_of, use_reentrant=False, preserve_rng_state=False
+            )
         parts = zip(states.split(rows), truth.split(rows), strict=True)
         losses = [losses_of(decoder, *part) for part in parts]
         return torch.cat(losses).view(*hidden.shape[:2], 2)
