@@ -340,10 +340,10 @@ def masked_metrics(sums: np.ndarray, counts: np.ndarray) -> dict[str, Any]:
 def masked_evaluation(outputs: Outputs, compute_metrics: ComputeMetrics) -> Evaluation:
     """The evaluation from gathered sums (N, 2); all ranks get the metrics."""
     if not (arrays := outputs.in_order()):
-        return outputs.evaluation()
+        return outputs.make_evaluation()
     (sums,), counts = arrays, outputs.split.loss_denominators()
     lines = partial(_lines, outputs.split, sums, counts.tolist())
-    return outputs.evaluation(sums[:, 0], compute_metrics(sums, counts), lines)
+    return outputs.make_evaluation(sums[:, 0], compute_metrics(sums, counts), lines)
 
 
 def _lines(split: Split, sums: np.ndarray, counts: list[int]) -> Iterator[dict[str, Any]]:

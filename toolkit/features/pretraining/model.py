@@ -31,6 +31,11 @@ MAX_LOGITS = 1 << 24
 as many, since each part reads the whole output layer."""
 
 
+def token_cross_entropy(logits: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+    """(N, V), (N,) -> (N,) float32, 0 for padding."""
+    return F.cross_entropy(logits.float(), truth, reduction="none")
+
+
 def load_masked_model(settings: EncoderSettings, tokenizer: Any, loss_fn: LossFn, seed: int) -> Any:
     """An encoder with masked-language head for batches of `MaskingCollator`, in float32 on the CPU,
     with equal weights on all ranks. Raises UserError if it cannot be loaded, or has no head and
