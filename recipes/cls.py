@@ -5,23 +5,15 @@
     accelerate launch recipes/cls.py --config_file accelerate_configs/ddp.yaml
     accelerate launch recipes/cls.py recipes/cls_zh_reviews.yaml --config_file accelerate_configs/ddp.yaml
 
-`--help` lists the settings; a YAML file of them may come first. To change the loss, the metrics, the optimizer or
-the model, change this file; `toolkit verify THIS_FILE` then compares the losses under every strategy.
+`--help` lists the settings; a YAML file of them may come first. To change the loss, the metrics, the
+optimizer or the model, change this file; `toolkit verify THIS_FILE` then compares the losses under
+every strategy.
 """
 
-from toolkit import launch
-
-launch.start(__name__)  # applies a --config_file after the script, before the slow imports below
-
-import math
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import torch
 
 import toolkit
-from toolkit import config
+from toolkit import config, launch
 
 # Settings of the demo, for runs without data and model settings.
 DEMO = Path(__file__).with_name("cls_demo.yaml")
@@ -30,60 +22,33 @@ DEMO = Path(__file__).with_name("cls_demo.yaml")
 def main() -> None:
     settings = config.parse(config.TaskSettings, demo=DEMO, description=__doc__)
     training = settings.training
-    accelerator = toolkit.start_accelerator(settings)
-    tokenizer, data = toolkit.load_data(
-        settings, accelerator
-    )  # files -> columns -> tokens, once per machine
-    labels = data.labels
-
-    # Equal weights in every process, then sharded or copied to devices by the strategy
-    model = toolkit.load_classifier(settings.model, labels, training.seed)
+    run = toolkit.Run(settings)  # processes and precision, as the config file says
+    accelerator = run.accelerator
+    data = run.load_data()  # files -> columns -> tokens, once per machine
+    model = toolkit.load_classifier(settings.model, data.labels, training.seed)
     optimizer = toolkit.make_optimizer(model, training)
-    model, optimizer, scheduler, steps = toolkit.prepare(
-        accelerator, training, model, optimizer, data.train, tokenizer
-    )
+    model, optimizer, scheduler = run.prepare(model, optimizer)  # copied or sharded
     objective = toolkit.make_objective(settings, model, data)  # with a teacher, R-Drop, FGM, if set
 
-    def compute_metrics(
-        logits: np.ndarray, truth: np.ndarray
-    ) -> dict[str, Any]:  # (N, C), (N,) or (N, C)
-        return toolkit.classification_metrics(logits, truth, labels)
-
-    @torch.no_grad()
     def evaluate(split: toolkit.Split) -> toolkit.Evaluation:
-        model.eval()
-        outputs = toolkit.Outputs(accelerator, split)  # each sample exactly once
-        for batch in toolkit.evaluation_batches(accelerator, split, tokenizer, steps.settings):
+        outputs = run.outputs(split)
+        for batch in outputs.batches(model):  # each sample once; no dropout, no gradients
             logits = model(**batch.inputs).logits.float()  # (B, C)
             losses = objective.losses(logits, batch.labels)  # (B,)
-            outputs.add(accelerator.gather_for_metrics(batch.padded(logits, losses)))
-        return toolkit.classification_evaluation(outputs, labels, compute_metrics)
+            outputs.add(accelerator.gather_for_metrics((batch.ids, logits, losses)))
+        return outputs.evaluation(toolkit.classification_metrics)
 
-    # Train: each step is one global batch, for any number of processes
-    run = toolkit.Run(accelerator, settings, data, tokenizer, steps, compute_metrics, recipe="cls")
-    run.resume(
-        model, optimizer, scheduler, evaluate
-    )  # from the newest checkpoint of this run, if any
-    for step in run.steps():
-        model.train()
-        for batch in step.micro_batches(
-            model
-        ):  # this process's; gradients are synchronised in the last one
+    for step in run.steps(evaluate):  # resumes; logs, evaluates and saves when due
+        for batch in step.micro_batches(model):  # this process's part of the global batch
             logits = model(**batch.inputs).logits  # (B, C)
-            accelerator.backward(
-                step.mean(objective(batch, logits))
-            )  # its share of the mean over the global batch
-        grad_norm = accelerator.clip_grad_norm_(
-            model.parameters(), training.max_grad_norm or math.inf
-        )
+            losses = objective(batch, logits)  # (B,)
+            accelerator.backward(step.mean(losses))  # their share of the mean over the global batch
+        step.grad_norm = accelerator.clip_grad_norm_(model.parameters(), training.clip_norm)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        run.after(
-            step, grad_norm, evaluate
-        )  # logs, evaluates, saves the best model and checkpoints, when due
-    run.finish(evaluate)  # evaluates the best model, on test rows if there are any
+    run.finish(evaluate)  # the best model, on test rows if there are any
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    launch.run(main)  # applies a --config_file given after the script

@@ -3,12 +3,10 @@
 At the end it writes the loss scale and the optimizer's updates to OUTPUT_DIR/fp16.json.
 """
 
-import contextlib
 import json
 import math
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,23 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from recipes import cls
 from toolkit.run import Run
-from toolkit.training.half_precision import set_scaler
+from toolkit.training.precision import set_scaler
 from toolkit.training.steps import Step
 
 IN_THE_LOSS, IN_A_SHARD = 2, 5
 SCALE = 1024.0  # low enough for no other overflow
-
-
-@contextlib.contextmanager
-def emulated() -> Iterator[None]:
-    """DeepSpeed computes in fp16 on CPUs that do not."""
-    from deepspeed.accelerator import get_accelerator
-
-    kind, dtypes = type(get_accelerator()), [torch.float32, torch.bfloat16, torch.float16]
-    with mock.patch.multiple(
-        kind, is_fp16_supported=lambda _: True, supported_dtypes=lambda _: dtypes
-    ):
-        yield
 
 
 def state_of(accelerator: Accelerator, optimizer: Any) -> dict[str, Any]:
@@ -49,18 +35,15 @@ def state_of(accelerator: Accelerator, optimizer: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     state: dict[str, Any] = {}
-    step_mean, clip, resume, number = Step.mean, Accelerator.clip_grad_norm_, Run.resume, 0
+    step_mean, clip, resume, number = Step.mean, Accelerator.clip_grad_norm_, Run._resume, 0
 
     def overflowing_mean(step: Step, losses: torch.Tensor) -> torch.Tensor:
         nonlocal number
         number, accelerator = step.number, step.steps.accelerator
         steps = (IN_THE_LOSS,) if accelerator.scaler else (IN_THE_LOSS, IN_A_SHARD)
         overflows = number in steps and accelerator.process_index == accelerator.num_processes - 1
-        checks, share = step.steps.checks, step_mean(step, losses) * (math.inf if overflows else 1)
-        checks.mean_loss = share
-        return share
+        return step_mean(step, losses) * (math.inf if overflows else 1)
 
     def overflowing_clip(accelerator: Accelerator, parameters: Any, *more: Any) -> Any:
         parameters = list(parameters)
@@ -72,17 +55,16 @@ def main() -> None:
                     grad.to_local().fill_(math.inf)
         return clip(accelerator, parameters, *more)
 
-    def resume_scaled(run: Run, model: Any, optimizer: Any, *more: Any) -> None:
-        resume(run, model, optimizer, *more)
-        state.update(accelerator=run.accelerator, optimizer=optimizer)
+    def resume_scaled(run: Run, evaluate: Any) -> None:
+        resume(run, evaluate)
+        state.update(accelerator=run.accelerator, optimizer=run._steps.optimizer)
         if not run._steps.done:
-            set_scaler(run.accelerator, optimizer, {"cur_scale": SCALE})
+            set_scaler(run.accelerator, run._steps.optimizer, {"cur_scale": SCALE})
 
     with (
-        emulated() if uses_deepspeed else contextlib.nullcontext(),
         mock.patch.object(Step, "mean", overflowing_mean),
         mock.patch.object(Accelerator, "clip_grad_norm_", overflowing_clip),
-        mock.patch.object(Run, "resume", resume_scaled),
+        mock.patch.object(Run, "_resume", resume_scaled),
     ):
         cls.main()
     if os.environ.get("RANK", "0") == "0":

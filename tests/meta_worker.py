@@ -14,7 +14,6 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Self
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -30,7 +29,8 @@ from torch.utils._pytree import tree_leaves
 
 import toolkit
 from toolkit import launch
-from toolkit.evaluation import teacher
+from toolkit.features import pretraining, titles
+from toolkit.features.distillation import teacher
 from toolkit.features.padding_free import packed as padding_free
 from toolkit.features.padding_free.packed import PackedCollator
 from toolkit.features.titles.evaluation import Writer
@@ -40,7 +40,8 @@ from toolkit.training.steps import Steps
 DEVICE = torch.device("meta")
 MODE: Any = contextlib.nullcontext()
 """Active while the device computes."""
-make_accelerator, begin, log = launch.make_accelerator, Steps.__iter__, Run.log
+make_accelerator, begin = launch.make_accelerator, Steps.__iter__
+log = Run._log_steps
 
 
 class Traced(BaseException):
@@ -145,7 +146,9 @@ def on_cpu(compute: Any) -> Any:
 def gather_numbers(_: Accelerator, sent: torch.Tensor) -> Any:
     """For log lines: ones, and no stop signal."""
     assert sent.device == DEVICE
-    return SimpleNamespace(tolist=lambda: [[1.0, 0.0, *[1.0] * (sent.shape[1] - 2)]])
+    numbers = torch.ones(sent.shape)
+    numbers[:, -2] = 0
+    return numbers
 
 
 def to_device(model: torch.nn.Module) -> torch.nn.Module:
@@ -177,10 +180,9 @@ def trace(module: str, words: list[str | float]) -> dict[str, Any]:
                 crossings.part = "computing"
                 yield step
 
-    def log_noted(run: Run, step: Any, grad_norm: Any) -> None:
+    def log_noted(run: Run, finished: Any) -> None:
         crossings.part = "logging"
-        assert grad_norm.device == DEVICE
-        log(run, step, grad_norm)
+        log(run, finished)
         crossings.part = "evaluating"
 
     def gather_or_end(accelerator: Accelerator, outputs: tuple[torch.Tensor, ...]) -> Any:
@@ -189,7 +191,8 @@ def trace(module: str, words: list[str | float]) -> dict[str, Any]:
         assert {each.device for each in outputs} == {DEVICE}
         raise Traced
 
-    Steps.__iter__, Run.log = steps_noted, log_noted  # type: ignore[method-assign]
+    Steps.__iter__, Run._log_steps = steps_noted, log_noted  # type: ignore[method-assign]
+    Run._try_evaluation = lambda *_: None  # type: ignore[method-assign]
     Accelerator.gather, Accelerator.gather_for_metrics = gather_numbers, gather_or_end
     error = "no evaluation"
     try:
@@ -219,9 +222,8 @@ def main() -> None:
     # beam search synchronizes after each token
     Writer.write = lambda writer, encoded, mask: mask.new_zeros(len(mask), writer.max_new_tokens)  # type: ignore[method-assign]
     vars(toolkit)["load_classifier"] = on_device(toolkit.load_classifier)
-    for name, load in (("title", "load_title_model"), ("pretrain", "load_masked_model")):
-        loaded = vars(importlib.import_module(f"recipes.{name}"))
-        loaded[load] = on_device(loaded[load])
+    for package, load in ((titles, "load_title_model"), (pretraining, "load_masked_model")):
+        vars(package)[load] = on_device(getattr(package, load))
     teacher.add_teacher_logits = on_cpu(teacher.add_teacher_logits)
     jobs = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     path = Path(sys.argv[2])

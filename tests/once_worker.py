@@ -19,11 +19,12 @@ from toolkit import launch
 from toolkit.config import TrainingSettings
 from toolkit.data.tokens import Split
 from toolkit.evaluation import Outputs
-from toolkit.evaluation.outputs import batches_of
+from toolkit.evaluation.outputs import BatchSizes
 from toolkit.objective.losses import sample_losses
 from toolkit.training.optimizer import make_scheduler, parameter_groups
-from toolkit.training.prepare import align_strategy
-from toolkit.training.steps import Steps, make_schedule
+from toolkit.training.prepare import prepare_for_strategy
+from toolkit.training.schedule import make_schedule
+from toolkit.training.steps import Steps
 
 # Batches of one, two or more samples, as their lengths allow.
 _MOST_TOKENS = 24
@@ -46,18 +47,16 @@ def main() -> None:
     schedule = make_schedule(
         settings, fake_split(2 * global_batch + 1, even=True), accelerator.num_processes
     )
-    align_strategy(accelerator, model, optimizer, settings, schedule)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = prepare_for_strategy(accelerator, settings, schedule, model, optimizer)
     scheduler = make_scheduler(optimizer, settings, 1000)
     for size in range(1, 2 * global_batch + 2):
         for even, most in ((True, None), (False, None), (False, _MOST_TOKENS)):
             split = fake_split(size, even)
-            outputs = Outputs(accelerator, split)
-            model.eval()
-            for batch in batches_of(accelerator, split, tokenizer, per_device, most):
-                with torch.no_grad():
-                    logits = model(**batch.inputs).logits
-                outputs.add(accelerator.gather_for_metrics(batch.padded(logits, batch.ids)))
+            outputs = Outputs(accelerator, split, tokenizer, BatchSizes(per_device, most))
+            for batch in outputs.batches(model):
+                logits = model(**batch.inputs).logits
+                assert not logits.requires_grad
+                outputs.add(accelerator.gather_for_metrics((batch.ids, logits, batch.ids)))
             if found := outputs.in_order():
                 rows, ids = found
                 assert ids.tolist() == split.rows.tolist(), (size, even, most, ids)
@@ -69,9 +68,13 @@ def main() -> None:
             chosen = TrainingSettings(
                 **{**vars(settings), "group_by_length": bucketed, "max_tokens_per_batch": most}
             )
-            steps = Steps(accelerator, split, tokenizer, chosen)
+            schedule = make_schedule(chosen, split, accelerator.num_processes)
+            accelerator.gradient_accumulation_steps = schedule.accumulation
+            model._forward_pre_hooks.clear()  # the checks of the steps before
+            steps = Steps(
+                accelerator, split, tokenizer, chosen, schedule, model, optimizer, scheduler
+            )
             seen: list[int] = []
-            model.train()
             for step in steps:
                 for count, batch in enumerate(step.micro_batches(model), 1):
                     assert count <= steps.schedule.accumulation
@@ -80,11 +83,11 @@ def main() -> None:
                     logits = model(**batch.inputs).logits
                     losses = sample_losses(logits, batch.labels, "single_label_classification")
                     accelerator.backward(step.mean(losses))
-                grad_norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                step.grad_norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-                list(steps.finish(step, grad_norm))
+                list(steps.finish(step))
             everyone = sorted(gather_object(seen))
             assert everyone == split.rows.tolist(), (size, bucketed, everyone)
     if accelerator.is_main_process:

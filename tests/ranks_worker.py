@@ -27,10 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from recipes import cls
 from toolkit import launch
 from toolkit.run import Run
-from toolkit.training.steps import Step, StepMetrics
 
 _LAUNCHER = "TESTS_LAUNCHER_STARTED"
-_log = Run.log
+_log_steps = Run._log_steps
 
 
 class Collectives(TorchDispatchMode):
@@ -55,27 +54,27 @@ class Collectives(TorchDispatchMode):
 _collectives = Collectives()
 
 
-def log_and_count(run: Run, step: Step, grad_norm: Any) -> StepMetrics:
-    metrics = _log(run, step, grad_norm)
-    if step.number == 1:
+def log_and_count(run: Run, finished: Any) -> None:
+    _log_steps(run, finished)
+    number = run._steps.done
+    if number == 1:
         _collectives.__enter__()  # to the end of the run
     elif os.environ.get("LOCAL_RANK", "0") == "0":
         sent = sum(one.bytes_sent for one in psutil.net_io_counters(pernic=True).values())
-        line = {"step": step.number, "asked": dict(_collectives.bytes), "sent": sent}
+        line = {"step": number, "asked": dict(_collectives.bytes), "sent": sent}
         with (run.folder.path / f"sent-{socket.gethostname()}.jsonl").open(
             "a", encoding="utf-8"
         ) as file:
             file.write(json.dumps(line) + "\n")
-    if step.number == 1 and run.accelerator.is_main_process:
+    if number == 1 and run.accelerator.is_main_process:
         seconds = time.time() - float(os.environ[_LAUNCHER])
         (run.folder.path / "first_step_seconds").write_text(f"{seconds:.1f}")
     _collectives.bytes.clear()
-    return metrics
 
 
 def main() -> None:
     os.environ.setdefault(_LAUNCHER, str(psutil.Process().create_time()))
-    with mock.patch.object(Run, "log", log_and_count):
+    with mock.patch.object(Run, "_log_steps", log_and_count):
         cls.main()
     _collectives.__exit__(None, None, None)
 

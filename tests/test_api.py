@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import sys
 from pathlib import Path
 from textwrap import indent
@@ -17,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import toolkit
 from tests.faults import refusal
 from tests.report.made import classifier
-from tests.runs import ROOT, edit_json, fork, free_port, lines_of, losses_of, recipe, start
+from tests.runs import ROOT, free_port, lines_of, losses_of, recipe, start
 from toolkit.data.labels import Labels
 
 MORE = (
@@ -37,7 +36,9 @@ def test_all_names_exist_and_import_toolkit_is_light() -> None:
     code = f"import sys, toolkit; assert 'Run' in dir(toolkit); sys.exit(' '.join({heavy}) or 0)"
     done = start([sys.executable, "-c", code])
     assert (done.code, done.err) == (0, "")
-    assert all(callable(getattr(toolkit, name)) for name in toolkit._MODULES)
+    assert all(
+        callable(getattr(toolkit, name)) for names in toolkit._OFFERED.values() for name in names
+    )
     with pytest.raises(AttributeError, match="has no attribute 'evaluat'"):
         _ = toolkit.evaluat
 
@@ -46,7 +47,7 @@ def test_all_names_exist_and_import_toolkit_is_light() -> None:
 def runs(tiny_model: Path, reviews: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the runs of the page's two calls of `train`."""
     folder = tmp_path_factory.mktemp("api")
-    _, train, plain, notebook, _ = examples()
+    _, train, plain, notebook = examples()
     for name, call in (("plain", plain), ("notebook", notebook)):
         call = call.replace("bert-base-chinese", str(tiny_model)).replace(
             "reviews.csv", str(reviews)
@@ -59,40 +60,6 @@ def runs(tiny_model: Path, reviews: Path, tmp_path_factory: pytest.TempPathFacto
         script.write_text(f'{train}\n\nif __name__ == "__main__":\n' + indent(call, "    "))
         assert "Traceback" not in recipe(script=str(script), pages=True).succeeded().err
     return folder
-
-
-@pytest.mark.multiprocess
-def test_parts_of_the_toolkit_in_another_loop(
-    tiny_model: Path, reviews: Path, tmp_path: Path
-) -> None:
-    """Six steps in one process and in two, and the last three in one from the checkpoint of two: the same losses."""
-    model = shutil.copytree(tiny_model, tmp_path / "model")
-    edit_json(model / "config.json", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    rows = pd.read_csv(reviews)
-    rows[101:].to_csv(tmp_path / "train.csv", index=False)
-    rows[:101].to_csv(tmp_path / "valid.csv", index=False)
-    script = tmp_path / "own_loop.py"
-    script.write_text(examples()[-1].replace("Accelerator()", "Accelerator(cpu=True)"))
-    torchrun = [
-        str(Path(sys.executable).with_name("torchrun")),
-        "--nproc_per_node",
-        "2",
-        "--master_port",
-    ]
-
-    def losses(folder: str, launcher: list[str]) -> list[float]:
-        (tmp_path / folder).mkdir(exist_ok=True)
-        words = [*launcher, script, model, tmp_path / "train.csv", tmp_path / "valid.csv", "6"]
-        with fork(words, cwd=tmp_path / folder) as process:
-            done = process.finish(240).succeeded()
-        assert done.out.count("of 101 rows") == 1
-        return [float(loss) for loss in re.findall(r"step \d+ loss ([\d.]+)", done.out)]
-
-    expected = losses("one", [])
-    assert len(expected) == 6
-    assert losses("two", [*torchrun, str(free_port())]) == pytest.approx(expected, rel=1e-5)
-    shutil.rmtree(tmp_path / "two" / "run" / "checkpoints" / "step-00000006")
-    assert losses("two", []) == pytest.approx(expected[3:], rel=1e-5)
 
 
 @pytest.mark.multiprocess

@@ -1,7 +1,6 @@
 """Settings of the loss, the optimizer and layers: resumed runs, the average of the weights, frozen layers, pages. Equal
 losses under every launch: tests/test_sameness.py."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import inputs
 from tests.matrix import JOBS, runs
 from tests.runs import lines_of, losses_of
 
 STEPS, HALF = 3, 2
 # stopped and resumed under each way; under DDP an optimizer that ZeRO does not support
-RESUMED = {"single": ("weights", "lion", "muon"), "ddp x2": ("muon",), "zero2 x2": ("weights", "lion"),
-           "zero3 x2": ("weights", "lion"), "fsdp2 x2": ("weights", "lion")}  # fmt: skip
+RESUMED = {"single": ("weights", "momentum", "adafactor"), "ddp x2": ("adafactor",),
+           "zero2 x2": ("weights", "momentum"), "zero3 x2": ("weights", "momentum"),
+           "fsdp2 x2": ("weights", "momentum")}  # fmt: skip
 MARKS = {"single": (), "zero3 x2": (pytest.mark.multiprocess, pytest.mark.slow),
          "fsdp2 x2": (pytest.mark.multiprocess, pytest.mark.slow)}  # fmt: skip
 
@@ -84,16 +83,3 @@ def test_what_is_logged_and_in_the_pages() -> None:
     assert "RMSprop" in (runs("single")["rmsprop"] / "model" / "README.md").read_text(
         encoding="utf-8"
     )
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("way", ["single", "zero2 x2"])
-def test_layers_that_are_still_frozen_do_not_change(way: str) -> None:
-    """Bit for bit, under every strategy. The lower layer would be trained from step 5 on, the embeddings later."""
-    model = runs(way)["lion"] / "model"
-    before, after = (load_file(path / "model.safetensors") for path in (inputs.tiny_model(), model))
-    step = json.loads((model / "trainer_state.json").read_text())["global_step"]
-    trained = {name for name in before if not torch.equal(before[name], after[f"bert.{name}"])}
-    layers = ("pooler.", "encoder.layer.1.") if step > HALF else ("pooler.",)
-    assert trained == {name for name in before if name.startswith(layers)}
-    assert "2 of 4 groups stay frozen for all 3 steps" in runs(way).log("lion")

@@ -6,7 +6,7 @@ run.
 
 import json
 import math
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,20 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate.utils import AutocastKwargs
 from safetensors.torch import load_file
 from transformers import get_scheduler
 
 from tests import inputs
 from tests.faults import refusal
 from tests.fp16_jobs import IN_A_SHARD, IN_THE_LOSS, SCALE
-from tests.matrix import PAIRS, TECHNIQUES, WAYS, JobError, classifier, runs
+from tests.matrix import PAIRS, TECHNIQUES, WAYS, classifier, runs
 from tests.runs import lines_of, losses_of, slow_but
-from toolkit.config import TrainingSettings
-from toolkit.training.half_precision import _linear, _prepare_in_fp32, choose_precision
-from toolkit.training.loop_checks import LoopChecks
-from toolkit.training.prepare import coalesce_reductions
-from toolkit.training.steps import Step
+from toolkit.training.steps import Steps
 
 MANY = slow_but(WAYS[1:], "ddp x2", "zero1 x2", "zero2 x2", "zero3 x2", "fsdp2 x2")
 COMMON = ["--model_name_or_path", inputs.tiny_model, "--train_file", inputs.reviews, "--dropout", 0, "--report_to",
@@ -37,18 +32,13 @@ GRADIENT = ["--optimizer", "sgd", "--learning_rate", 1, "--max_steps", 1, "--eva
             "--lr_scheduler_type", "constant"]  # fmt: skip
 STILL = [*GRADIENT, "--learning_rate", "1e-20"]
 CURVE = ["--max_steps", 8, "--eval_every", 8, "--learning_rate", "2e-3", "--warmup_ratio", 0.25]
-COARSE = ["--half_precision_weights", "true"]
 # name -> (settings, micro-batches of a step)
 JOBS: dict[str, tuple[list[Any], int]] = {
     "gradient in 4": (GRADIENT, 4),
     "gradient in 16": (GRADIENT, 16),
     "curve": (CURVE, 4),
     "still": (STILL, 1),
-    "coarse": ([*GRADIENT, *COARSE], 4),
-    "coarse, still": ([*STILL, *COARSE], 1),
 }
-# DeepSpeed supports weights in fp16 only on CPUs that compute in it
-FP16_WEIGHTS = torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
 def run_of(way: str, precision: str, name: str) -> Path:
@@ -76,20 +66,7 @@ def gradient_error(run: Path, expected: Path, start: Path) -> float:
 
 def error_of(way: str, precision: str, name: str) -> float:
     """Compared with fp32 in one process."""
-    expected = exact(name.replace("coarse", "gradient in 4"))
-    return gradient_error(run_of(way, precision, name), expected, exact("still"))
-
-
-def has_coarse_weights(way: str, precision: str) -> bool:
-    return way.startswith("fsdp2") or (
-        way.startswith("zero") and (precision == "bf16" or FP16_WEIGHTS)
-    )
-
-
-def assert_masters_are_not_rounded(way: str, precision: str) -> None:
-    """They start from the pretrained weights."""
-    still = weights_of(run_of(way, precision, "coarse, still"))
-    torch.testing.assert_close(still, weights_of(exact("still")), rtol=0, atol=1e-9)
+    return gradient_error(run_of(way, precision, name), exact(name), exact("still"))
 
 
 @pytest.mark.multiprocess
@@ -103,9 +80,6 @@ def test_bf16(way: str) -> None:
         for each in ("single", way)
     )
     assert 0 < many < 1.5 * one
-    if has_coarse_weights(way, "bf16"):
-        assert error_of(way, "bf16", "coarse") > error_of(way, "bf16", "gradient in 4")
-        assert_masters_are_not_rounded(way, "bf16")
 
 
 @pytest.mark.multiprocess
@@ -118,8 +92,6 @@ def test_fp16(way: str) -> None:
         )
     curves = [losses_of(run_of(each, "fp16", "curve")) for each in (way, "single")]
     assert curves[0] == pytest.approx(curves[1], rel=2e-3)
-    if has_coarse_weights(way, "fp16"):
-        assert_masters_are_not_rounded(way, "fp16")
 
 
 @pytest.mark.slow
@@ -145,97 +117,6 @@ def test_padding_free_in_bf16(way: str) -> None:
     assert losses_of(run) == pytest.approx(losses_of(padded), rel=0.03)
     last, expected = (lines_of(folder / "eval.jsonl")[-1]["loss"] for folder in (run, padded))
     assert last == pytest.approx(expected, rel=0.03)
-
-
-def test_a_linear_layer_of_zero3_rounds_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
-
-    torch.manual_seed(0)
-    tensors = [torch.randn(shape, requires_grad=True) for shape in ((4, 8, 32), (16, 32), (16,))]
-
-    def of(linear: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-        with torch.autocast("cpu", torch.bfloat16):
-            output = linear(*tensors)
-        return [output, *torch.autograd.grad(output.float().square().sum(), tensors)]
-
-    expected, before = of(torch.nn.functional.linear), of(LinearFunctionForZeroStage3.apply)
-    assert not torch.equal(before[0], expected[0])  # otherwise our patch is no longer needed
-    monkeypatch.setattr(LinearFunctionForZeroStage3, "forward", staticmethod(_linear))
-    assert all(map(torch.equal, of(LinearFunctionForZeroStage3.apply), expected))
-    LinearFunctionForZeroStage3.apply(*tensors).mul_(2)  # Longformer does so
-
-
-def test_autocast_of_an_accelerator_under_deepspeed() -> None:
-    """For recipes that call parts of a model in it."""
-    plugin = SimpleNamespace(zero_stage=2, deepspeed_config={"bf16": {"enabled": True}})
-    state, device = SimpleNamespace(deepspeed_plugin=plugin), torch.device("cpu")
-    accelerator: Any = SimpleNamespace(mixed_precision="bf16", device=device, state=state)
-    model, states = torch.nn.Linear(2, 2), torch.ones(1, 2)
-    with _prepare_in_fp32(accelerator, model):
-        assert not plugin.deepspeed_config["bf16"]["enabled"]
-    with accelerator.autocast():
-        assert torch.nn.functional.linear(states, model.weight).dtype == torch.bfloat16
-    with accelerator.autocast(AutocastKwargs(enabled=False)):
-        assert torch.nn.functional.linear(states, model.weight).dtype == torch.float32
-    assert model(states).dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("stage", "dtype", "each_batch", "logged"),
-    [
-        (1, torch.float32, True, True),
-        (2, torch.bfloat16, False, True),
-        (2, torch.bfloat16, None, False),
-    ],
-)
-def test_settings_without_effect_under_zero_are_logged(
-    stage: int,
-    dtype: torch.dtype,
-    each_batch: bool | None,
-    logged: bool,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    engine = SimpleNamespace(module=torch.nn.Linear(1, 1, dtype=dtype))
-    accelerator: Any = SimpleNamespace(
-        state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage)), is_main_process=True,
-        deepspeed_engine_wrapped=SimpleNamespace(engine=engine), mixed_precision="no",
-    )  # fmt: skip
-    coalesce_reductions(accelerator, TrainingSettings(sync_each_batch=each_batch))
-    assert ("sync_each_batch" in capsys.readouterr().err) is logged
-    choose_precision(accelerator, engine.module, TrainingSettings(half_precision_weights=True))
-    assert "half_precision_weights: in an fp32 run" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("way", ["zero2 x2", "zero3 x2"])
-def test_half_precision_weights_change_at_a_resume(way: str) -> None:
-    settings = [*COMMON, *CURVE, "--mixed_precision", "bf16", "--per_device_batch_size", 6]
-    kinds: dict[str, list[Any]] = {"fp32 weights": [], "half weights": COARSE}
-    folders = {
-        name: runs(way).run(
-            f"bf16 {name}", "recipes.cls", [*settings, *words, "--checkpoint_every", 4]
-        )
-        for name, words in kinds.items()
-    }
-    for name, other in zip(kinds, reversed(kinds), strict=True):
-        saved = folders[other] / "checkpoints" / "step-00000004"
-        run = runs(way).run(
-            f"bf16 then {name}", "recipes.cls", [*settings, *kinds[name], "--resume", saved]
-        )
-        resumed, whole = losses_of(run), losses_of(folders[other])[4:]
-        assert resumed == pytest.approx(whole, rel=5e-3)
-        assert resumed != pytest.approx(whole, rel=1e-9)  # different precision
-
-
-@pytest.mark.multiprocess
-@pytest.mark.skipif(FP16_WEIGHTS, reason="this CPU computes in fp16")
-def test_fp16_weights_where_deepspeed_does_not_support_them() -> None:
-    with pytest.raises(
-        JobError, match=r"--half_precision_weights.*--mixed_precision bf16"
-    ) as failure:
-        run_of("zero2 x2", "fp16", "coarse")
-    assert failure.value.kind == "UserError"
 
 
 # Skipped steps: tests/fp16_jobs.py makes two gradients overflow on one process only.
@@ -320,22 +201,10 @@ def test_the_step_in_which_the_scale_grows(way: str) -> None:
 @pytest.mark.parametrize(("precision", "most"), [("fp16", 15), ("bf16", 0)])
 def test_a_gradient_that_stays_infinite_ends_the_run(precision: str, most: int) -> None:
     """After 16 skipped steps the scale is 1, so the scale is not the cause."""
-    accelerator: Any = SimpleNamespace(mixed_precision=precision)
-    steps: Any = SimpleNamespace(
-        skipped=0, collate=None, accelerator=accelerator, checks=LoopChecks(accelerator)
-    )
-    step = Step(
-        steps,
-        1,
-        np.arange(2),
-        2,
-        2.0,
-        steps.collate,
-        _losses=[torch.ones(2)],
-        _ids=[torch.arange(2)],
-    )
-    step.grad_norm = math.inf
-    step.metrics = SimpleNamespace(step=1, loss=0.7, grad_norm=math.inf, learning_rate=1e-3)  # type: ignore[assignment]
+    steps: Any = SimpleNamespace(_skipped=0, accelerator=SimpleNamespace(mixed_precision=precision))
+    step = SimpleNamespace(number=1, rows_without_finite_loss=list)
+    metrics = SimpleNamespace(loss=0.7, grad_norm=math.inf, learning_rate=1e-3)
+    check = partial(Steps._refuse_non_finite, steps, step, metrics)
     for _ in range(most):
-        step.refuse_non_finite()
-    refusal(step.refuse_non_finite, match="step 1: the gradient is not finite.*mixed_precision")
+        check()
+    refusal(check, match="step 1: the gradient is not finite.*mixed_precision")

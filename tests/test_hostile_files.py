@@ -1,7 +1,6 @@
 """Files and folders made to harm: downloaded models, data and runs."""
 
 import csv
-import pickle
 import shutil
 import sys
 from pathlib import Path
@@ -14,9 +13,8 @@ from tests.runs import ROOT, edit_json, slow_but, start
 from toolkit.config import ModelSettings
 from toolkit.data.labels import Labels
 from toolkit.data.read import read_hub
-from toolkit.features.sweep.command import Sweep
+from toolkit.features.export.runtimes import ExportedClassifier
 from toolkit.models.classifier import load_saved_classifier
-from toolkit.models.exported import ExportedClassifier
 
 LABELS = Labels("single_label_classification", ("neg", "pos"), ("label",))
 
@@ -65,15 +63,6 @@ def test_a_graph_that_takes_all_memory_ends_in_one_line(tmp_path: Path, fault: F
         ExportedClassifier(tmp_path, None)(input_ids=torch.ones(1, 8, dtype=torch.int64))
 
     fault("an ONNX graph that wants 256 TiB", refusal(compute, says=["model.onnx"]))
-
-
-def test_a_journal_of_a_sweep_that_is_none_is_refused(tmp_path: Path, fault: Fault) -> None:
-    pytest.importorskip("optuna")
-    for content in (pickle.dumps({"a": [1]}), b"[]\n", b'{"op_code": "x"}\n'):
-        (tmp_path / "study.journal").write_bytes(content)
-        sweep = Sweep(str(ROOT / "recipes" / "cls.py"), [], tmp_path)
-        said = refusal(sweep.search, {}, [], 1, says=[str(tmp_path / "study.journal")])
-    fault("a sweep's study.journal that is a pickle", said)
 
 
 _EVIL = "import posix\nposix.close(posix.open({marker!r}, posix.O_CREAT | posix.O_WRONLY))\n"

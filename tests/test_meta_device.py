@@ -41,7 +41,6 @@ CLS: dict[str, list[Any]] = {
     "teacher": [*CLASSES, "--teacher", "TEACHER"],
     "padding free": [*CLASSES, *BOTH, "--padding_free"],
     "layers": [*CLASSES, "--freeze_layers", 1, "--layerwise_lr_decay", 0.9, "--max_grad_norm", 0],
-    "lion": [*CLASSES, "--optimizer", "lion", "--optimizer_args", "betas=(0.9,0.95)"],
 }
 LONG = [*CLASSES, "--max_length", 1536]
 BIGBIRD: dict[str, list[Any]] = {

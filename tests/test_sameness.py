@@ -41,9 +41,8 @@ FAST: dict[str, tuple[str, ...]] = {
     "any length": (DDP, ZERO3),
     "sampling": (ZERO2, FSDP2),
     "rmsprop": (ZERO2, FSDP2),
-    "lion": (ZERO3,),  # and ZeRO-2 in tests/test_craft.py
+    "momentum": (ZERO3,),  # and ZeRO-2 in tests/test_craft.py
     "adafactor": (DDP,),
-    "muon": (DDP,),
     "two terms": (FSDP2,),
     "weights": (DDP, ZERO3),
     "padding-free": (ZERO2, ZERO3),
@@ -63,7 +62,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(TECHNIQUES, (DDP, *SHARDED)),
     **{name: (DDP, ZERO2, ZERO3, FSDP2) for name in JOBS if name.startswith("padding-free")},
     **dict.fromkeys(
-        ["all frozen", "sampling", "rmsprop", "lion", "two terms", "weights"],
+        ["all frozen", "sampling", "rmsprop", "momentum", "two terms", "weights"],
         (DDP, ZERO2, ZERO3, FSDP2),
     ),
     "long": ("ddp x3", *EVERYWHERE[1:]),
@@ -176,9 +175,8 @@ def test_the_runs_could_differ() -> None:
         "any length",
         "sampling",
         "rmsprop",
-        "lion",
+        "momentum",
         "adafactor",
-        "muon",
     ]:
         losses, others = (
             losses_of(runs("single")[name]),

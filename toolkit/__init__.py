@@ -3,41 +3,35 @@
 `import toolkit` offers what a recipe, a script or a notebook needs (docs/api.md), and imports each
 name on first use."""
 
-import importlib
 from typing import Any
+
+from toolkit.utils.lazy import offered
 
 __version__ = "0.1.0"
 
 _OFFERED = {
-    "api": ("convert", "evaluate", "load_data", "predict", "settings", "start_accelerator",
-            "wait_for_all"),
-    "data.prepare": ("prepare_data",),
-    "data.tokens": ("Split", "load_tokenizer"),
-    "evaluation": ("Evaluation", "Outputs", "classification_evaluation", "classification_metrics",
-                   "evaluate_classifier", "evaluation_batches"),
+    "api": ("convert", "evaluate", "predict", "settings", "wait_for_all"),
+    "data.tokens": ("Split",),
+    "evaluation.metrics": ("classification_metrics",),
+    "evaluation.outputs": ("Evaluation", "Outputs"),
     "launch": ("make_accelerator",),
     "models.classifier": ("load_classifier",),
     "models.to_bigbird": ("long_model",),
     "objective": ("make_objective",),
     "objective.losses": ("Objective", "sample_losses", "token_losses"),
-    "pretrained": ("load_config", "whole_weights"),
+    "pretrained": ("whole_weights",),
     "run": ("Run",),
-    "training.optimizer": ("custom_scheduler", "make_optimizer", "make_scheduler",
-                           "parameter_groups"),
-    "training.prepare": ("align_strategy", "prepare"),
-    "training.resume": ("precision_of",),
-    "training.steps": ("Steps",),
+    "training.optimizer": ("make_optimizer", "parameter_groups"),
+    "training.steps": ("Step",),
     "utils.modules": ("unwrapped",),
-}  # fmt: skip
+}
 """Module -> the names that `import toolkit` offers from it."""
-_MODULES = {name: module for module, names in _OFFERED.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'toolkit' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"toolkit.{_MODULES[name]}"), name)
+    return offered(__name__, _OFFERED, name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*_MODULES, *globals()])
+    names = [name for names in _OFFERED.values() for name in names]
+    return sorted([*names, *globals()])

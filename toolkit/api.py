@@ -1,26 +1,17 @@
-"""Functions for scripts and notebooks without a recipe (settings, predict, evaluate, convert), and
-the first steps of a recipe (accelerator, data). docs/api.md lists all that `import toolkit` offers.
-"""
+"""Functions for scripts and notebooks without a recipe: settings, predict, evaluate, convert.
+docs/api.md lists all that `import toolkit` offers."""
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-
 from toolkit import launch
-from toolkit.config import PretrainedSettings, TaskSettings, build, tasks
-from toolkit.data.prepare import Prepared, finish_data, prepare_data
-from toolkit.data.tokens import load_tokenizer
+from toolkit.config import build, tasks
 from toolkit.errors import UserError, did_you_mean
-from toolkit.evaluation.saved_model import COLUMNS, SavedModel, empty_text_warning, training_run
-from toolkit.pretrained import load_config
-from toolkit.training.checks import TOKENS, refuse_early_prepare
-from toolkit.training.resume import precision_of
+from toolkit.evaluation.saved_model import SavedModel, empty_text_warning, training_run
 
 
 def settings(task: str = "cls", **values: Any) -> Any:
@@ -111,50 +102,6 @@ def convert(checkpoint: str | Path, out: str | Path, **options: Any) -> list[str
     from toolkit.conversion import convert as conversion
 
     return conversion.convert(Path(checkpoint), Path(out), conversion.ConvertSettings(**options))
-
-
-def start_accelerator(settings: Any) -> Accelerator:
-    """An `Accelerator` for this launch, in the precision of the settings
-    (`toolkit.launch.make_accelerator`)."""
-    accelerator = launch.make_accelerator(precision_of(settings.training))
-    refuse_early_prepare(accelerator)
-    return accelerator
-
-
-def load_data(
-    settings: Any,
-    accelerator: Accelerator,
-    model: PretrainedSettings | None = None,
-) -> tuple[Any, Prepared]:
-    """(tokenizer, data): reads and tokenizes the files once per machine, and computes the outputs
-    of a `--teacher`; all processes call this. `model`: the settings of the tokenizer's model, by
-    default `settings.model`."""
-    count = accelerator.num_processes
-    world = int(os.environ.get("WORLD_SIZE") or 1)
-    if count != world:
-        remedy = "create it by `toolkit.start_accelerator(settings)`"
-        raise UserError(f"the recipe's Accelerator has {count} of {world} processes: {remedy}")
-    model = model or settings.model
-    tokenizer = load_tokenizer(model)
-    data = prepare_data(settings, tokenizer, load_config(model), accelerator)
-    if isinstance(settings, TaskSettings) and settings.distillation.teacher:
-        from toolkit.evaluation.teacher import add_teacher_logits  # imports the models
-
-        data = add_teacher_logits(accelerator, settings, data, tokenizer)  # in padded batches
-    data = finish_data(settings, data, tokenizer, accelerator)
-    tokenizer.model_max_length = data.max_length  # saved with the model, to truncate texts as here
-    tokenizer.init_kwargs[COLUMNS] = _training_columns(settings, data)  # saved, too
-    setattr(tokenizer, TOKENS, len(tokenizer))
-    return tokenizer, data
-
-
-def _training_columns(settings: Any, data: Prepared) -> dict[str, Any]:
-    columns = {"text_column": data.text_column, "text_pair": data.text_pair}
-    columns |= data.targets.source()
-    if settings.data.quoting == "none":
-        columns["quoting"] = "none"
-        columns["train_file"] = Path(settings.data.train_file).name
-    return columns
 
 
 def wait_for_all() -> None:

@@ -1,203 +1,256 @@
-"""`Run`, the interface of a recipe to its run: resume, log, evaluate, save, finish."""
+"""`Run`: what a recipe calls. From settings to processes, data, a prepared model, steps that are
+logged, evaluated and saved, and the results."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
 
 from toolkit import launch
 from toolkit.checkpoint.model_folder import load_weights, save_model
-from toolkit.config import LongTextSettings, flat, section_in, settings_of_features
-from toolkit.data.prepare import Prepared
-from toolkit.data.tokens import Split
+from toolkit.config import PretrainedSettings, flat, settings_of_features, tasks
+from toolkit.data.batches import collator_of
+from toolkit.data.prepare import Prepared, finish_data, prepare_data
+from toolkit.data.tokens import Split, load_tokenizer
 from toolkit.errors import UserError, first_line
-from toolkit.evaluation import ComputeMetrics, Evaluation
+from toolkit.evaluation import Best, Evaluation, Outputs
 from toolkit.evaluation.answers import Answers, ClassAnswers
-from toolkit.evaluation.best import make_best
+from toolkit.evaluation.outputs import BatchSizes
+from toolkit.evaluation.saved_model import COLUMNS
 from toolkit.launch.exit_state import exit_state
 from toolkit.launch.signals import StopRequested
+from toolkit.pretrained import load_config
 from toolkit.report.files import RunFiles
 from toolkit.report.log import RunLog, RunSummary, start_trackers, tracker_names
+from toolkit.report.results import config_facts, evaluate_best_model
 from toolkit.training.average import Average, average_as_weights
+from toolkit.training.batch_size import fit_batch_size
 from toolkit.training.checkpoints import Checkpoints
-from toolkit.training.checks import OWN_SCHEDULE, check_scheduler, refuse_compiled
-from toolkit.training.optimizer import unwrapped_optimizer
-from toolkit.training.resume import Resumed, identity_of, resume_from, script_digest
-from toolkit.training.run_folder import open_run_folder
-from toolkit.training.steps import Step, StepMetrics, Steps
+from toolkit.training.checks import TOKENS, check_tokenizer
+from toolkit.training.metrics import StepMetrics
+from toolkit.training.optimizer import MakeSchedule, make_scheduler
+from toolkit.training.prepare import prepare_for_strategy
+from toolkit.training.resume import Resumed, identity_of, precision_of, resume_from
+from toolkit.training.run_folder import RunFolder, open_run_folder
+from toolkit.training.schedule import Schedule, make_schedule
+from toolkit.training.steps import Step, Steps
+from toolkit.training.verified import script_digest, verification_note
 from toolkit.utils.features import features
 from toolkit.utils.files import explain_write_errors
-from toolkit.utils.modules import unwrapped
 from toolkit.utils.versions import versions
 
 Evaluate = Callable[[Split], Evaluation]
 
 
 class Run:
-    """Opens `--output_dir`; every process calls every method."""
+    """One run of a recipe, in order: `load_data`, `prepare`, `steps`, `finish`. Every process calls
+    every method."""
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        settings: Any,
-        data: Prepared,
-        tokenizer: Any,
-        steps: Steps,
-        compute_metrics: ComputeMetrics,
-        recipe: str,
-    ) -> None:
-        """Raises UserError for a run in the folder that `--resume` excludes, a missing tracker, or
-        a `compute_metrics` without `--metric_for_best_model`."""
-        tracker_names(settings.training.report_to)  # raises before the folder is created
-        self.accelerator = accelerator
+    data: Prepared
+    """Set by `load_data`; a recipe may replace it before `prepare`."""
+    tokenizer: Any
+    schedule: Schedule
+    """The run's optimizer steps, set by `prepare`."""
+    folder: RunFolder
+    best: Best
+    checkpoints: Checkpoints
+    answers: Answers
+    """Converts the best model's outputs to answers."""
+
+    def __init__(self, settings: Any) -> None:
+        """Forms the process group of this launch, in the precision of the settings. Raises UserError
+        for a world that is not the one asked for, and a missing tracker."""
+        tracker_names(settings.training.report_to)
         self.settings = settings
-        self.data = data
-        self.tokenizer = tokenizer
-        self.schedule = steps.schedule
-        self.recipe = recipe
-        self._steps = steps
-        self._compute_metrics = compute_metrics
-        self.facts: dict[str, Any] = {
-            "settings": flat(settings),
-            "versions": versions(),
-            "identity": identity_of(accelerator, settings, data, recipe),
-            "script": script_digest(),
-        }
-        self.best = make_best(accelerator, settings.training, data, compute_metrics)
-        self.folder = open_run_folder(accelerator, settings.training, recipe, self.facts)
-        self.files = RunFiles(accelerator, self.folder.path)
-        self.summary = RunSummary(accelerator, settings, data, self.schedule, self.folder.path)
-        self.answers = Answers()
-        """Converts the best model's outputs to answers."""
-        if data.facts.get("labels"):
-            self.answers = ClassAnswers(data.labels)
+        self.recipe = _task_of(settings)
+        self.accelerator = launch.make_accelerator(precision_of(settings.training))
         self.stopped = False
         """Whether a stop signal ended the training, with a checkpoint."""
+        self._is_trial = False
+        self._step: Step | None = None
+        """The step that the recipe computes."""
         self._last: tuple[int, Evaluation] | None = None
         """The last evaluation, and the step of its weights."""
         self._gathered: StepMetrics | None = None
         """Metrics of the last step, if they were gathered at it."""
         self._started = time.monotonic()
 
-    def resume(
+    def load_data(self, model: PretrainedSettings | None = None) -> Prepared:
+        """Reads and tokenizes the files, once per machine. `model`: the settings of the tokenizer's
+        model, by default `settings.model`. Raises UserError for every fault of the files."""
+        settings, accelerator = self.settings, self.accelerator
+        model = model or settings.model
+        self.tokenizer = load_tokenizer(model)
+        data = prepare_data(settings, self.tokenizer, load_config(model), accelerator)
+        self.data = finish_data(settings, data, self.tokenizer, accelerator)
+        # saved with the model: to truncate texts, and to find their columns, as here
+        self.tokenizer.model_max_length = data.max_length
+        self.tokenizer.init_kwargs[COLUMNS] = _training_columns(settings, data)
+        setattr(self.tokenizer, TOKENS, len(self.tokenizer))
+        return self.data
+
+    def prepare(
         self,
         model: torch.nn.Module,
-        optimizer: Any,
-        scheduler: AcceleratedScheduler,
-        evaluate: Evaluate | None = None,
-    ) -> None:
-        """Loads the newest intact checkpoint of this run, if any, into these objects, and opens the
-        log. `evaluate` runs if a stop signal has postponed an evaluation. Raises UserError for
-        damaged or unsuitable checkpoints, for an optimizer or scheduler that is not prepared, and
-        for a compiled model."""
+        optimizer: torch.optim.Optimizer,
+        make_schedule_of: MakeSchedule | None = None,
+    ) -> tuple[Any, Any, AcceleratedScheduler]:
+        """(model, optimizer, scheduler): copied to every process, or sharded, as the config file
+        says, with rank 0's weights. Opens `--output_dir`.
+
+        `make_schedule_of`: optimizer -> a scheduler of torch, in place of `--lr_scheduler_type`;
+        `run.schedule` has the number of steps. Raises UserError for settings, a model or an
+        optimizer that the strategy cannot train, and for a run in the folder that `--resume`
+        excludes."""
+        accelerator, data = self.accelerator, self.data
+        check_tokenizer(self.tokenizer)
+        self._open_folder()
+        collate = collator_of(data.train, self.tokenizer, accelerator.device)
+        collate.prepare_model(accelerator, model)
+        for feature in features():
+            feature.model(self, model)
+        training = self.settings.training
+        longest = int(data.train.lengths.max())
+        training = training.limit_tokens(accelerator.device.type, longest)
+        training = fit_batch_size(accelerator, model, collate, training)
+        self.schedule = make_schedule(training, data.train, accelerator.num_processes)
+        model, optimizer = prepare_for_strategy(
+            accelerator, training, self.schedule, model, optimizer
+        )
+        total_steps = self.schedule.total_steps
+        scheduler = make_scheduler(optimizer, training, total_steps, make_schedule_of)
+        self._steps = Steps(
+            accelerator,
+            data.train,
+            self.tokenizer,
+            training,
+            self.schedule,
+            model,
+            optimizer,
+            scheduler,
+        )
+        self.checkpoints = Checkpoints(
+            self._steps, self.tokenizer, self.best, self.folder.path, self.facts
+        )
+        if (training.warmup_steps or 0) >= total_steps:
+            never = f"the run has {total_steps} steps, and never reaches --learning_rate"
+            self.say(f"--warmup_steps {training.warmup_steps}: {never}")
+        return model, optimizer, scheduler
+
+    def _open_folder(self) -> None:
+        settings, data = self.settings, self.data
+        training = settings.training
+        self.facts: dict[str, Any] = {
+            "settings": flat(settings),
+            "versions": versions(),
+            "identity": identity_of(self.accelerator, settings, data, self.recipe),
+            "script": script_digest(),
+        }
+        self.best = Best(
+            training.metric_for_best_model or data.targets.usual_metric,
+            data.facts["problem_type"],
+            training.early_stopping_patience,
+            training.greater_is_better,
+        )
+        self.answers = ClassAnswers(data.labels) if data.facts.get("labels") else Answers()
+        self.folder = open_run_folder(self.accelerator, training, self.recipe, self.facts)
         fault = "`run.finish(evaluate)` was not called: no results were written"
         exit_state.unfinished = f"{self.folder.path}: {fault}"
-        refuse_compiled(model)
-        check_scheduler(self.accelerator, optimizer, scheduler, self.settings.training)
-        prepared = (self.accelerator, model, optimizer, scheduler)
-        path = self.folder.path
-        self.checkpoints = Checkpoints(
-            *prepared,
-            self.tokenizer,
-            self._steps,
-            self.best,
-            path,
-            self.facts,
-        )
-        self._steps.checks.watch_optimizer(optimizer)
-        decay = self.settings.training.ema_decay
-        self._average = None if decay is None else Average(self.checkpoints.live, decay)
-        free_settings = settings_of_features(self.settings)
-        resumed = resume_from(self.checkpoints, self.folder.origin, free_settings)
-        if resumed:
-            self._steps.checks.remember_weights(model)
-        self._write_config(resumed)
-        done = self._steps.done
-        training = self.settings.training
-        settings = self.facts["settings"]
-        start_trackers(self.accelerator, training, path, self.recipe, settings, done)
-        self._log = RunLog(self.accelerator, self.files, self.schedule.total_steps, done)
-        lines = resumed.lines if resumed else []
-        for line in [*self.summary.start_lines(model), *lines, *self.checkpoints.notes()]:
-            self.say(line)
-        if evaluate and resumed and resumed.state["evaluation_left"]:
-            self._evaluate(evaluate, done)
-            self.checkpoints.set_links()
+
+    def outputs(self, split: Split) -> Outputs:
+        """Collects the outputs for a split, each sample once."""
+        training = self._steps.settings
+        per_device = training.per_device_eval_batch_size or 2 * training.micro_batch_size
+        sizes = BatchSizes(per_device, training.max_tokens_per_batch)
+        answers = ClassAnswers(self.data.labels) if self.data.facts.get("labels") else None
+        return Outputs(self.accelerator, split, self.tokenizer, sizes, answers, self._is_trial)
 
     def say(self, line: str) -> None:
         """Prints a line, on one process."""
         launch.log_on_main(self.accelerator, line)
 
-    def steps(self) -> Iterator[Step]:
-        """Yields the remaining steps, until the last, a stop signal, or `--early_stopping_patience`
-        evaluations without improvement."""
-        if not hasattr(self, "checkpoints"):
-            call = "`run.resume(model, optimizer, scheduler, evaluate)`"
-            raise UserError(f"call {call} first, in a new run, too")
+    def steps(self, evaluate: Evaluate) -> Iterator[Step]:
+        """Yields the remaining steps, until the last, a stop signal, or
+        `--early_stopping_patience` evaluations without improvement.
+
+        Before the first one it resumes the newest checkpoint of this run, if any, and calls
+        `evaluate` on a few rows, to find mistakes early. After each step it logs; every
+        `--eval_every` steps it evaluates the validation rows, and saves the model if it is the best
+        so far; every `--checkpoint_every` steps, and after a stop signal, it saves a checkpoint."""
+        self._resume(evaluate)
         for step in self._steps:
             if self.best.patience_exhausted:
-                counter = self.best.patience_counter
-                metric = self.best.metric
-                self.say(f"{metric} has not improved in {counter} evaluations: stopping early")
+                count = f"{self.best.patience_counter} evaluations"
+                self.say(f"{self.best.metric} has not improved in {count}: stopping early")
                 return
-            groups = unwrapped_optimizer(self.checkpoints.optimizer).param_groups
-            step.learning_rate = float(groups[0]["lr"])
-            self._updates = self.checkpoints.scheduler.scheduler.last_epoch
+            self._step = step
             yield step
-            if self._steps.done != step.number:
-                call = "`run.after(step, grad_norm, evaluate)`"
-                raise UserError(f"step {step.number}: call {call} at its end")
+            self._end_step(step, evaluate)
             if self._steps.stop_signal:
                 self._stop()
                 return
 
-    def after(self, step: Step, grad_norm: Any, evaluate: Evaluate) -> None:
-        """Logs an optimizer step. Evaluates the validation rows every `--eval_every` steps, and
-        saves the model if it is the best so far. Saves a checkpoint every `--checkpoint_every`
-        steps, and after a stop signal: then the evaluation is postponed until the run is
-        resumed."""
-        self.log(step, grad_norm)
+    def _resume(self, evaluate: Evaluate) -> None:
+        model, steps, path = self._steps.model, self._steps, self.folder.path
+        training = self.settings.training
+        decay = training.ema_decay
+        self._average = None if decay is None else Average(self.checkpoints.live, decay)
+        self._try_evaluation(evaluate)
+        free_settings = settings_of_features(self.settings)
+        resumed = resume_from(self.checkpoints, self.folder.origin, free_settings)
+        self.files = RunFiles(self.accelerator, path)
+        self.files.truncate_to_checkpoint(resumed.state if resumed and resumed.same_run else None)
+        self.files.write_config(self.settings, *config_facts(self, resumed))
+        start_trackers(
+            self.accelerator, training, path, self.recipe, self.facts["settings"], steps.done
+        )
+        self._log = RunLog(self.accelerator, self.files, self.schedule.total_steps, steps.done)
+        self._log_start(model, resumed)
+        if resumed and resumed.state["evaluation_left"]:
+            self._evaluate(evaluate, steps.done)
+            self.checkpoints.set_links()
+
+    def _log_start(self, model: torch.nn.Module, resumed: Resumed | None) -> None:
+        self.summary = RunSummary(
+            self.accelerator, self.settings, self.data, self.schedule, self.folder.path
+        )
+        lines = [
+            *self.summary.start_lines(model),
+            *(resumed.lines if resumed else []),
+            *self.checkpoints.notes(),
+            verification_note(self.accelerator),
+        ]
+        for line in lines:
+            if line:
+                self.say(line)
+
+    def _try_evaluation(self, evaluate: Evaluate) -> None:
+        """Raises what `evaluate` raises, and UserError if it lacks `--metric_for_best_model`."""
+        self._is_trial = True
+        evaluation = evaluate(self.data.validation)
+        self._is_trial = False
+        self.best.check(evaluation.numbers)
+
+    def _end_step(self, step: Step, evaluate: Evaluate) -> None:
+        """Raises UserError for a loss that is not finite, after logging the steps before it."""
+        self._step = None
+        steps = self._steps
+        if self._average and not steps.optimizer.step_was_skipped:
+            self._average.update(steps.scheduler.scheduler.last_epoch)
+        self._gathered = None
+        self._log_steps(steps.finish(step))
         postponed = False
         if step.evaluates:
-            postponed = bool(self._steps.stop_signal) or not self._evaluate(evaluate, step.number)
+            postponed = bool(steps.stop_signal) or not self._evaluate(evaluate, step.number)
         if self._gathered is not None:  # a step with a checkpoint is always gathered
             self._log.write_line(self.checkpoints.save_if_due(self._gathered, postponed))
-        self._steps.checks.watch_weights(self.checkpoints.model)
-
-    def log(self, step: Step, grad_norm: Any) -> None:
-        """Updates the average of the weights (`--ema_decay`), gathers the losses of
-        `--logging_steps` steps, and logs them. Raises UserError for a loss that is not finite,
-        after logging the steps before it, and unless the scheduler has been stepped with the
-        optimizer."""
-        updated = not self.checkpoints.optimizer.step_was_skipped
-        if self.accelerator.sync_gradients:
-            self._check_calls(step, updated)
-        if self._average and updated:
-            self._average.update(self.checkpoints.scheduler.scheduler.last_epoch)
-        self._gathered = None
-        self._log_steps(self._steps.finish(step, grad_norm))
-
-    def _check_calls(self, step: Step, updated: bool) -> None:
-        """`updated`: false if fp16 skipped this update, and with it the schedule's step."""
-        count = self.checkpoints.scheduler.scheduler.last_epoch - self._updates
-        if count != int(updated):
-            raise UserError(
-                f"step {step.number}: call `scheduler.step()` once in each step, after "
-                f"`optimizer.step()`; it was stepped {count} times (a constant rate: "
-                f"--lr_scheduler_type constant; others: {OWN_SCHEDULE})"
-            )
-        if updated and not self._steps.checks.stepped:
-            fault = "the weights were not updated: call `optimizer.step()` in each step"
-            raise UserError(f"step {step.number}: {fault}")
 
     def _log_steps(self, finished: Iterator[StepMetrics]) -> None:
         try:
@@ -209,41 +262,39 @@ class Run:
             raise
 
     def _evaluate(self, evaluate: Evaluate, step: int) -> bool:
-        """Returns False if a stop signal interrupted it."""
-        model = self.checkpoints.model
-        check = self._steps.checks.refuse_wrong_evaluation
-        with contextlib.ExitStack() as stack:
-            if self._average:
-                stack.enter_context(average_as_weights(self.checkpoints.live))
-            try:
-                with unwrapped(model).register_forward_pre_hook(check, prepend=True):
-                    evaluation = evaluate(self.data.validation)
-            except StopRequested as stop:
-                self._steps.stop_signal = stop.number
-                return False
-            improved = self.best.update(evaluation, step)
-            if improved:
-                with explain_write_errors(self.folder.model):
-                    dtype = self.settings.training.save_dtype
-                    folder = self.folder.model
-                    save_model(self.accelerator, model, self.tokenizer, folder, step, dtype)
+        """Evaluates the validation rows, of `--ema_decay` with the average, and saves the model if
+        it is the best so far. Returns False if a stop signal interrupted it."""
+        if self._average is None:
+            return self._evaluate_weights(evaluate, step)
+        with average_as_weights(self.checkpoints.live):
+            return self._evaluate_weights(evaluate, step)
+
+    def _evaluate_weights(self, evaluate: Evaluate, step: int) -> bool:
+        try:
+            evaluation = evaluate(self.data.validation)
+        except StopRequested as stop:
+            self._steps.stop_signal = stop.number
+            return False
+        is_best = self.best.update(evaluation, step)
+        if is_best:
+            folder, dtype = self.folder.model, self.settings.training.save_dtype
+            with explain_write_errors(folder):
+                save_model(self.accelerator, self._steps.model, self.tokenizer, folder, step, dtype)
         self._last = step, evaluation
-        self._log.log_evaluation(evaluation, step, improved)
+        self._log.log_evaluation(evaluation, step, is_best)
         return True
 
     def _stop(self) -> None:
         self._close()
         self.stopped = True
-        launch.set_exit_signal(self._steps.stop_signal)
-        name = signal.Signals(self._steps.stop_signal).name
-        done = self._steps.done
+        number, done = self._steps.stop_signal, self._steps.done
+        launch.set_exit_signal(number)
+        name = signal.Signals(number).name
         command = self.summary.command_to_continue()
-        launch.log_on_main(
-            self.accelerator,
-            f"stopped by {name} after step {done} of {self.schedule.total_steps}, checkpoint in "
-            f"{self.folder.path / 'checkpoints' / 'last'}; to continue: {command}",
-            logging.WARNING,  # shown with --log_level warning, too
-        )
+        where = f"checkpoint in {self.folder.path / 'checkpoints' / 'last'}"
+        line = f"stopped by {name} after step {done} of {self.schedule.total_steps}, {where}"
+        # shown with --log_level warning, too
+        launch.log_on_main(self.accelerator, f"{line}; to continue: {command}", logging.WARNING)
         try:
             self.files.mark_stopped(signal=name, step=done, command=command)
             if self.accelerator.is_main_process:
@@ -257,6 +308,38 @@ class Run:
         self.checkpoints.wait()
         self._log.close()
 
+    def finish(self, evaluate: Evaluate) -> None:
+        """Evaluates the best model on the test rows, or else the validation rows, writes the model
+        card and report.html, and prints the results and their paths. Does nothing after a stop
+        signal: run the same command to resume."""
+        if self.stopped:
+            return
+        self._end_training(evaluate)
+        logged = self._last[1] if self._last else None
+        if self.best.step != self._steps.done or self._average:
+            load_weights(self.accelerator, self._steps.model, self.folder.model)
+        for feature in features():
+            feature.best_model(self, evaluate)
+        results = evaluate_best_model(self, evaluate)
+        if results.evaluation is not logged:
+            self._log.log_evaluation(results.evaluation, self.best.step)
+        self._close()
+        results.write(self, time.monotonic() - self._started)
+
+    def _end_training(self, evaluate: Evaluate) -> None:
+        """Also where the recipe has left the loop, in the middle or at the end of a step: evaluates
+        its last weights, and saves them."""
+        if self._step is not None and self._step.grad_norm is not None:
+            self._end_step(self._step, evaluate)
+        self._log_steps(self._steps.flush())
+        done = self._steps.done
+        evaluated = self._last[0] if self._last else self.best.step
+        is_behind = self._gathered is not None and evaluated != done
+        if is_behind or not self.best.step:
+            self._evaluate(evaluate, done)
+            if self._gathered:
+                self.checkpoints.save_if_due(self._gathered, last=True)
+
     def best_evaluation(self, split: Split, evaluate: Evaluate) -> Evaluation:
         """Evaluates a split with the best model, which must be loaded, unless that was the last
         evaluation."""
@@ -267,84 +350,23 @@ class Run:
         self._last = self.best.step, evaluate(split)
         return self._last[1]
 
-    def finish(self, evaluate: Evaluate) -> None:
-        """Evaluates the best model on the test rows, or else the validation rows, writes the model
-        card and report.html, and prints the results and their paths. Does nothing after a stop
-        signal: run the same command to resume."""
-        if self.stopped:
-            return
-        self._finish_training(evaluate)
-        logged = self._last[1] if self._last else None
-        if self.best.step != self._steps.done or self._average:
-            load_weights(self.accelerator, self.checkpoints.model, self.folder.model)
-        for feature in features():
-            feature.best_model(self, evaluate)
-        split = self.data.test or self.data.validation
-        comparison = self._compare_truncated(split, evaluate)
-        outputs = self.best_evaluation(split, evaluate)
-        evaluation = self.answers.evaluation(outputs, self._compute_metrics)
-        if evaluation is not logged:
-            self._log.log_evaluation(evaluation, self.best.step)
-        self._close()
-        results = (self.folder.path, self.settings, self.data, evaluation, self.answers)
-        lines = [line for feature in features() for line in feature.results(*results)]
-        if self.accelerator.is_main_process:
-            self._print_results(evaluation, comparison, lines)
 
-    def _finish_training(self, evaluate: Evaluate) -> None:
-        """Also where the recipe has left the loop: evaluates its last weights, and saves them."""
-        self._log_steps(self._steps.flush())
-        evaluated_step = self.best.step
-        if self._last:
-            evaluated_step, _ = self._last
-        is_behind = self._gathered is not None and evaluated_step != self._steps.done
-        if is_behind or not self.best.step:
-            self._evaluate(evaluate, self._steps.done)
-            if self._gathered:
-                self.checkpoints.save_if_due(self._gathered, last=True)
+def _task_of(settings: Any) -> str:
+    """cls, bigbird, title, ...: whose settings class these settings have, or one derived from it."""
+    names = {settings_class: name for name, settings_class in tasks().items()}
+    for parent in type(settings).__mro__:
+        if parent in names:
+            return names[parent]
+    return type(settings).__name__.lower()
 
-    def _compare_truncated(self, split: Split, evaluate: Evaluate) -> Evaluation | None:
-        """The best model on the same texts, truncated to `--compare_max_length`, if set."""
-        length = section_in(self.settings, LongTextSettings).compare_max_length
-        if not length:
-            return None
-        truncated = split.truncate(self.tokenizer, length, name=f"{split.name}_first_{length}")
-        comparison = self.answers.evaluation(evaluate(truncated), self._compute_metrics)
-        self.files.append_evaluation(comparison, self.best.step, max_length=length)
-        return comparison
 
-    def _print_results(
-        self,
-        evaluation: Evaluation,
-        comparison: Evaluation | None,
-        lines: list[str],
-    ) -> None:
-        """Writes the pages, and prints the results with any --log_level."""
-        self.summary.write_pages(self.best.step)
-        seconds = time.monotonic() - self._started
-        lines = [*self.answers.describe(evaluation), *lines]
-        print("\n".join(self.summary.end_lines(evaluation, comparison, seconds, lines)), flush=True)
-
-    def _write_config(self, resumed: Resumed | None) -> None:
-        data = self.data
-        self.files.truncate_to_checkpoint(resumed.state if resumed and resumed.same_run else None)
-        facts = {
-            "samples": data.sizes,
-            **data.facts,
-            **data.targets.source(),
-            "text_column": data.text_column,
-            "max_length": data.max_length,
-            "digest": data.digest,
-            "file_digests": data.file_digests,
-            "notes": data.notes,
-            **asdict(self.schedule),
-            "metric_for_best_model": self.best.metric,
-            "pipeline_tag": data.targets.pipeline_tag,
-        }
-        extra_fields = {
-            "identity": self.facts["identity"],
-            "model_class": type(unwrapped(self.checkpoints.model)).__name__,
-            "optimizer": type(unwrapped_optimizer(self.checkpoints.optimizer)).__name__,
-            "resumed_from": str(resumed.folder) if resumed else None,
-        }
-        self.files.write_config(self.settings, facts, extra_fields)
+def _training_columns(settings: Any, data: Prepared) -> dict[str, Any]:
+    columns = {
+        "text_column": data.text_column,
+        "text_pair": data.text_pair,
+        **data.targets.source(),
+    }
+    if settings.data.quoting == "none":
+        columns["quoting"] = "none"
+        columns["train_file"] = Path(settings.data.train_file).name
+    return columns

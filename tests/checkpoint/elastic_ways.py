@@ -16,7 +16,6 @@ from torch import nn
 from toolkit.checkpoint.parameters import persistent_buffers
 from toolkit.checkpoint.state import LiveState
 from toolkit.checkpoint.strategies import live_state
-from toolkit.training.optimizer import Lion as PlainLion
 
 Masters = Callable[[Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """Trained parameter -> (its unsharded fp32 master, its unsharded moments), without the toolkit's code."""
@@ -36,18 +35,26 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class Lion(PlainLion):
-    """With a counter in its groups, as schedule-free optimizers have."""
+class Lion(torch.optim.Optimizer):
+    """Chen et al. (2023): one moment for each weight; and a counter in its groups, as
+    schedule-free optimizers have."""
 
     def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr)
+        super().__init__(params, {"lr": lr})
         for group in self.param_groups:
             group["k"] = 0
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        super().step(closure)
         for group in self.param_groups:
             group["k"] += 1
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                moment = state.setdefault("exp_avg", torch.zeros_like(weight))
+                weight.sub_(torch.lerp(moment, weight.grad, 0.1).sign(), alpha=group["lr"])
+                moment.lerp_(weight.grad, 0.01)
 
 
 ADAM = ("exp_avg", "exp_avg_sq")

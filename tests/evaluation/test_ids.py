@@ -12,13 +12,19 @@ from accelerate import Accelerator
 
 from tests.faults import refusal
 from tests.splits import of_lengths
-from toolkit.config import TrainingSettings
 from toolkit.data.batches import Collator
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
-from toolkit.evaluation import classification_metrics, evaluate_classifier, outputs
+from toolkit.evaluation import Evaluation, classification_metrics, outputs
+from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.outputs import ExactlyOnceError, ids_fault, predict
 from toolkit.launch.signals import StopRequested
+
+TOKENIZER = SimpleNamespace(pad_token_id=99, padding_side="right")
+
+
+def outputs_of(accelerator: Any, split: Split, size: int = 4, **options: Any) -> outputs.Outputs:
+    return outputs.Outputs(accelerator, split, TOKENIZER, outputs.BatchSizes(size), **options)
 
 
 @pytest.mark.parametrize(
@@ -34,9 +40,12 @@ def test_ids_fault(ids: list[int], expected: list[int], fault: str) -> None:
 
 
 def test_a_stop_signal_of_any_rank_ends_an_evaluation() -> None:
-    gathered = torch.tensor([[0, 0], [-1, 0], [1, signal.SIGTERM], [-1, signal.SIGTERM]])
+    others = SimpleNamespace(
+        device=torch.device("cpu"), gather=lambda signals: torch.tensor([0, int(signal.SIGTERM)])
+    )
+    ours: Any = outputs_of(others, of_lengths(np.ones(2, np.int64)))
     with pytest.raises(StopRequested, match="SIGTERM"):
-        outputs.Outputs(Accelerator(cpu=True), of_lengths(np.ones(2, np.int64))).add([gathered])
+        ours.add([torch.tensor([0, -1, 1, -1]), torch.ones(4)])
 
 
 class Echo(torch.nn.Module):
@@ -56,9 +65,6 @@ def split_of(count: int) -> Split:
     """Sample i has (7 i mod 11) + 1 tokens, each 1, and is row 3 i of its file."""
     every = np.arange(count)
     return replace(of_lengths(every * 7 % 11 + 1), name="test", labels=every % 2, rows=every * 3)
-
-
-TOKENIZER = SimpleNamespace(pad_token_id=99, padding_side="right")
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 5, 64])
@@ -103,10 +109,18 @@ def test_outputs_that_are_not_finite_raise_with_the_rows(accelerator: Accelerato
 def test_an_evaluation_counts_every_sample_once(accelerator: Accelerator) -> None:
     split = split_of(23)
     labels = Labels("single_label_classification", ("a", "b"), ("label",))
-    settings = TrainingSettings(per_device_batch_size=4)
-    given = accelerator, Echo(), split, TOKENIZER, settings
-    metrics = lambda logits, truth: classification_metrics(logits, truth, labels) | {"mine": 1}  # noqa: E731
-    evaluation = evaluate_classifier(*given, lambda logits, _: logits[:, 1], labels, metrics)
+    model = Echo()
+
+    def evaluation_of(is_trial: bool) -> Evaluation:
+        answers = ClassAnswers(labels)
+        ours = outputs_of(accelerator, split, answers=answers, is_trial=is_trial)
+        for batch in ours.batches(model):
+            logits = model(**batch.inputs).logits.float()
+            ours.add(accelerator.gather_for_metrics((batch.ids, logits, logits[:, 1])))
+        return ours.evaluation(lambda *call: {**classification_metrics(*call), "mine": 1})
+
+    trial, evaluation = evaluation_of(True), evaluation_of(False)
+    assert trial.numbers.keys() == evaluation.numbers.keys()
     assert evaluation.numbers["loss"] == pytest.approx(split.lengths.mean())  # the recipe's loss
     assert (evaluation.split, evaluation.numbers["num_samples"], evaluation.numbers["mine"]) == (
         "test",

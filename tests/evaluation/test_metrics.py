@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,36 +13,39 @@ import torch
 
 from tests.faults import refusal
 from tests.splits import of_lengths
-from toolkit.config import ProblemType, TrainingSettings
+from toolkit.config import ProblemType
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
 from toolkit.evaluation import (
     Best,
     Evaluation,
     Outputs,
-    classification_evaluation,
     classification_metrics,
 )
 from toolkit.evaluation.answers import ClassAnswers
-from toolkit.evaluation.best import make_best
+from toolkit.evaluation.outputs import BatchSizes
 from toolkit.objective.losses import sample_losses
 from toolkit.report.files import RunFiles
 
 SINGLE: ProblemType = "single_label_classification"
 MULTI: ProblemType = "multi_label_classification"
-ALONE: Any = SimpleNamespace(is_main_process=True)
+ALONE: Any = SimpleNamespace(
+    is_main_process=True, device=torch.device("cpu"), gather=lambda tensor: tensor
+)
+TOKENIZER = SimpleNamespace(pad_token_id=0, padding_side="right")
 
 
 def numbers_of(problem: ProblemType, names: str, logits: Any, truth: Any) -> dict[str, Any]:
     array = np.array(logits, np.float32)
     split = split_of(problem, truth)
     losses = sample_losses(torch.from_numpy(array), torch.from_numpy(split.labels), problem).numpy()
-    outputs = Outputs(ALONE, split)
+    outputs = outputs_of(split, ClassAnswers(Labels(problem, tuple(names), ("label",))))
     outputs._parts = [[split.rows, array, losses]]
-    labels = Labels(problem, tuple(names), ("label",))
-    return classification_evaluation(
-        outputs, labels, partial(classification_metrics, labels=labels)
-    ).numbers
+    return outputs.evaluation(classification_metrics).numbers
+
+
+def outputs_of(split: Split, answers: Any = None) -> Outputs:
+    return Outputs(ALONE, split, TOKENIZER, BatchSizes(4), answers)
 
 
 def split_of(problem: ProblemType, truth: Any) -> Split:
@@ -52,8 +54,8 @@ def split_of(problem: ProblemType, truth: Any) -> Split:
 
 
 def test_outputs_in_bf16() -> None:
-    outputs = Outputs(ALONE, split_of(SINGLE, [0, 1]))
-    outputs.add([torch.tensor([[0, 0], [1, 0]]), torch.ones(2, 3, dtype=torch.bfloat16)])
+    outputs = outputs_of(split_of(SINGLE, [0, 1]))
+    outputs.add([torch.tensor([0, 1]), torch.ones(2, 3, dtype=torch.bfloat16)])
     assert outputs._parts[0][1].dtype == np.float32
 
 
@@ -141,20 +143,13 @@ def test_best_metric(metric: str | None, problem: ProblemType, expected: tuple[s
     )
 
 
-def data_of(problem: ProblemType, truth: Any) -> Any:
-    labels = Labels(problem, ("a", "b"), ("label",))
-    return SimpleNamespace(
-        validation=split_of(problem, truth), targets=labels, facts=labels.facts()
-    )
-
-
 def test_a_metric_of_the_recipe_selects_the_best_model() -> None:
-    metrics = {"regret": 1.0, "f1_macro": 0.5, "note": "text"}
+    numbers = {"regret": 1.0, "f1_macro": 0.5, "note": "text"}
     for greater, sign in ((None, 1), (False, -1)):
-        settings = TrainingSettings(metric_for_best_model="regret", greater_is_better=greater)
-        assert make_best(ALONE, settings, data_of(SINGLE, [0, 1]), lambda *_: metrics).sign == sign
-    settings = TrainingSettings(metric_for_best_model="note")
-    refusal(make_best, ALONE, settings, data_of(SINGLE, [0]), lambda *_: metrics, match="note")
+        best = Best("regret", SINGLE, greater_is_better=greater)
+        best.check(numbers)
+        assert best.sign == sign
+    refusal(Best("note", SINGLE).check, numbers, match="note")
 
 
 @pytest.mark.parametrize(
@@ -164,11 +159,9 @@ def test_metrics_become_json(score: Any, tmp_path: Path) -> None:
     metrics = {"score": score, "right": np.int64(3), "bad": np.float32(np.nan), "each": np.arange(4).reshape(2, 2),
                "by": {np.int64(7): [torch.ones(2)]}, "worst": [{"f1": -math.inf}], "path": Path("a")}  # fmt: skip
     for name in ("score", "right"):
-        settings = TrainingSettings(metric_for_best_model=name)
-        best = make_best(ALONE, settings, data_of(SINGLE, [0, 1]), lambda *_: metrics)
-        evaluation = Outputs(ALONE, split_of(SINGLE, [0, 1])).evaluation(
-            np.ones(2, np.float32), metrics
-        )
+        best = Best(name, SINGLE)
+        outputs = outputs_of(split_of(SINGLE, [0, 1]))
+        evaluation = outputs.make_evaluation(np.ones(2, np.float32), metrics)
         assert best.update(evaluation, 1)
         assert best.value == float(metrics[name])
     assert evaluation.single_numbers["score"] == 0.25
@@ -178,20 +171,6 @@ def test_metrics_become_json(score: Any, tmp_path: Path) -> None:
         "score": 0.25, "right": 3, "bad": None, "each": [[0, 1], [2, 3]], "by": {"7": [[1, 1]]},
         "worst": [{"f1": None}], "path": "a",
     }  # fmt: skip
-
-
-def test_metrics_are_tried_on_some_rows_of_a_large_split_and_on_each_class() -> None:
-    truth, calls = [0] * 30_000, []
-    truth[12_345] = 1
-    make_best(
-        ALONE,
-        TrainingSettings(),
-        data_of(SINGLE, truth),
-        lambda *call: calls.append(call) or {"f1_macro": 0.5},
-    )
-    ((logits, labels),) = calls
-    assert 10_000 <= len(labels) <= 10_002
-    assert (logits.shape, set(labels)) == ((len(labels), 2), {0, 1})
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import torch
 from transformers import AutoTokenizer, PretrainedConfig
 
 from tests.faults import refusal
-from toolkit.api import load_data
 from toolkit.config import TaskSettings, build
 from toolkit.data.table import Table
 from toolkit.data.tokens import encode_texts
@@ -23,6 +22,7 @@ from toolkit.evaluation.saved_model import (
     training_run,
 )
 from toolkit.pretrained import load_plain_tokenizer
+from toolkit.run import Run
 
 TEXTS = ["GOOD film", "the very bad book", "很好 的 书店"]
 
@@ -80,10 +80,14 @@ def test_a_model_outside_of_its_run(
         "text,more,label\n" + "a film,good,pos\na book,bad,neg\n" * 9
     )
     files: Any = {"train_file": str(tmp_path / "pairs.csv"), "model_name_or_path": str(tiny_model)}
-    tokenizer, _ = load_data(
-        build(TaskSettings, files | {"text_pair": "more", "label_column": "label"}), accelerator
-    )
-    tokenizer.save_pretrained(tmp_path / "once")
+
+    def tokenizer_of(**options: Any) -> Any:
+        run = Run(build(TaskSettings, {**files, **options, "mixed_precision": "no"}))
+        run.load_data()
+        return run.tokenizer
+
+    pairs = tokenizer_of(text_pair="more", label_column="label")
+    pairs.save_pretrained(tmp_path / "once")
     load_plain_tokenizer(str(tmp_path / "once")).save_pretrained(tmp_path / "twice")
     expected = {
         "text_column": "text",
@@ -92,9 +96,7 @@ def test_a_model_outside_of_its_run(
         "label_values": [],
     }
     assert training_quoting(str(tmp_path / "twice"), "f.csv") == "csv"
-    load_data(build(TaskSettings, files | {"quoting": "none"}), accelerator)[0].save_pretrained(
-        tmp_path / "none"
-    )
+    tokenizer_of(quoting="none").save_pretrained(tmp_path / "none")
     assert [training_quoting(str(tmp_path / "none"), name) for name in ("f.csv", "f.tsv")] == [
         "none",
         "csv",

@@ -12,7 +12,6 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, {repository!r})
 from toolkit import launch
-launch.start(__name__)
 from recipes import cls
 from toolkit.training.steps import Step
 

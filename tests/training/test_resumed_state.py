@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import GradientState
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.optim import lr_scheduler
 
 from tests.faults import refusal
@@ -21,8 +20,8 @@ from toolkit.training.extra_state import (
     registered_content,
     set_random_states,
 )
-from toolkit.training.half_precision import keep_scale_with_gradients, scaler_state, set_scaler
-from toolkit.training.optimizer import custom_scheduler, make_scheduler, set_schedule
+from toolkit.training.optimizer import make_scheduler, set_schedule
+from toolkit.training.precision import scaler_state, set_scaler
 
 TOTAL = 17
 
@@ -45,7 +44,7 @@ def no_accumulation() -> None:
 
 
 def make(name: str) -> tuple[Any, Any]:
-    """An optimizer and its schedule; a custom one is made while the rate of another's warm-up is 0."""
+    """An optimizer and its schedule."""
     warmup = {} if name == "constant" else {"warmup_steps": 4}
     one, two = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
     optimizer = torch.optim.AdamW(
@@ -54,10 +53,7 @@ def make(name: str) -> tuple[Any, Any]:
     kind: Any = "linear" if name in SCHEDULES else name
     settings = TrainingSettings(learning_rate=1e-3, lr_scheduler_type=kind, **warmup)  # type: ignore[arg-type]
     optimizer.step_was_skipped = False  # type: ignore[attr-defined]  # as of a prepared one
-    scheduler = make_scheduler(optimizer, settings, TOTAL)
-    return optimizer, custom_scheduler(
-        optimizer, SCHEDULES[name]
-    ) if name in SCHEDULES else scheduler
+    return optimizer, make_scheduler(optimizer, settings, TOTAL, SCHEDULES.get(name))
 
 
 def take(optimizer: Any, scheduler: Any) -> list[Any]:
@@ -95,10 +91,12 @@ def test_a_custom_schedule_has_the_rates_of_torchs(name: str) -> None:
 
 def test_a_schedule_that_a_resumed_run_cannot_continue() -> None:
     refusal(
-        custom_scheduler,
+        make_scheduler,
         make("linear")[0],
+        TrainingSettings(),
+        TOTAL,
         lr_scheduler.ReduceLROnPlateau,
-        says=("ReduceLROnPlateau", "LambdaLR"),
+        says=("ReduceLROnPlateau", "number of steps"),
     )
 
 
@@ -157,20 +155,6 @@ def test_torchs_scaler_resumes_exactly_and_its_scale_crosses_strategies() -> Non
     there_and_back(theirs, ours)
     assert ours[0].scaler.get_scale() == 128.0
     assert ours[0].scaler.get_growth_interval() == 3  # unchanged
-
-
-@pytest.mark.parametrize(
-    ("policy", "place"), [(CPUOffloadPolicy(), "cpu"), (OffloadPolicy(), "meta")]
-)
-def test_the_scale_is_where_fsdp_has_gradients(policy: Any, place: str) -> None:
-    """The meta device in a GPU's place."""
-    scaler, state = (
-        torch.amp.GradScaler("cpu"),
-        SimpleNamespace(fsdp_plugin=SimpleNamespace(cpu_offload=policy)),
-    )
-    keep_scale_with_gradients(SimpleNamespace(scaler=scaler, is_fsdp2=True, state=state))  # type: ignore[arg-type]
-    assert scaler.scale(torch.ones((), device="meta")).device.type == "meta"
-    assert scaler._scale.device.type == place
 
 
 def test_without_fp16_there_is_no_scale() -> None:

@@ -62,7 +62,7 @@ def test_a_library_older_than_supported_is_refused_and_a_newer_one_returned(
         return
     refusal(versions.check_requirements, extra, says=[fault, f"pip install '{package}<"])
     if not extra:  # before the imports, which would fail
-        code = "from toolkit import launch; launch.start('__main__')"
+        code = "from toolkit import launch; launch.run(print)"
         done = start(
             [sys.executable, "-c", code], env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
         )

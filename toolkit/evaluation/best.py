@@ -6,15 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
-
-from toolkit.config import TrainingSettings
-from toolkit.data.prepare import Prepared
 from toolkit.errors import UserError, did_you_mean, listing
-from toolkit.evaluation.outputs import ComputeMetrics, Evaluation
-from toolkit.utils.files import as_json
+from toolkit.evaluation.outputs import Evaluation
 
 _USUAL = {
     "single_label_classification": "f1_macro",
@@ -22,7 +15,6 @@ _USUAL = {
     "regression": "loss",
 }
 _LOWER_IS_BETTER = ("loss", "mse", "mae", "error", "perplexity")
-_TRIAL_ROWS = 10_000
 
 
 class Best:
@@ -52,20 +44,27 @@ class Best:
 
     def update(self, evaluation: Evaluation, step: int) -> bool:
         """Records an evaluation, and returns whether it is better than all before it."""
-        if self.metric not in (numbers := evaluation.numbers):
-            metrics = f"--metric_for_best_model takes one of {listing(numbers, 20)}"
-            raise UserError(f"the evaluation of step {step} has no {self.metric}: {metrics}")
-        number = numbers[self.metric]
-        value = (
-            -math.inf if number is None or math.isnan(number) else self.sign * number
-        )  # null in eval.jsonl
-        if (
-            value > self.value or not self.step
-        ):  # the first counts without a number, too: a run ends with a model
-            self.value, self.step, self.patience_counter = value, step, 0
+        self.check(evaluation.numbers)
+        number = evaluation.numbers[self.metric]
+        value = -math.inf
+        if number is not None and not math.isnan(number):  # null in eval.jsonl
+            value = self.sign * number
+        # the first counts without a number, too: a run ends with a model
+        if value > self.value or not self.step:
+            self.value = value
+            self.step = step
+            self.patience_counter = 0
             return True
         self.patience_counter += 1
         return False
+
+    def check(self, numbers: Mapping[str, Any]) -> None:
+        """Raises UserError if the numbers of an evaluation lack the metric."""
+        known = [name for name, number in numbers.items() if type(number) in (int, float)]
+        if self.metric not in known and numbers.get(self.metric, 0) is not None:
+            hint = did_you_mean(self.metric, known)
+            metrics = listing(known, 20)
+            raise UserError(f"--metric_for_best_model {self.metric}{hint}: there are {metrics}")
 
     @property
     def patience_exhausted(self) -> bool:
@@ -85,45 +84,3 @@ class Best:
                 -math.inf if state["value"] is None else state["value"]
             )  # no evaluation gave a number yet
             self.value, self.step, self.patience_counter = value, state["step"], state["waited"]
-
-
-def make_best(
-    accelerator: Accelerator,
-    settings: TrainingSettings,
-    data: Prepared,
-    compute_metrics: ComputeMetrics,
-) -> Best:
-    """Makes `Best`, and calls the recipe's metrics once on random outputs for the validation rows, so that a bug in
-    them is raised now and not after an epoch. A collective. Raises UserError for a `--metric_for_best_model` that is
-    not among the metrics."""
-    problem_type = data.facts["problem_type"]
-    metric = settings.metric_for_best_model or data.targets.usual_metric
-    best = Best(metric, problem_type, settings.early_stopping_patience, settings.greater_is_better)
-    numbers: Any = {}
-    if accelerator.is_main_process:
-        outputs, truth = data.targets.trial(data.validation) or _random_outputs(data)
-        numbers = as_json(compute_metrics(outputs, truth))
-    known = ["loss", *(name for name, number in numbers.items() if type(number) in (int, float))]
-    known = broadcast_object_list([known])[0]
-    if best.metric not in known:
-        hint = did_you_mean(best.metric, known)
-        raise UserError(
-            f"--metric_for_best_model {metric or best.metric}{hint}: {problem_type} has {', '.join(known)}"
-        )
-    return best
-
-
-def _random_outputs(data: Prepared) -> tuple[np.ndarray, np.ndarray]:
-    """(random logits (N, C), labels) for at most `_TRIAL_ROWS` evenly spaced validation rows and one of each class."""
-    labels = np.asarray(data.validation.labels)
-    if len(labels) > _TRIAL_ROWS:
-        firsts = (
-            labels.argmax(axis=0)
-            if labels.ndim > 1
-            else np.unique(labels, return_index=True)[1][:_TRIAL_ROWS]
-        )
-        labels = labels[
-            np.union1d(np.linspace(0, len(labels) - 1, _TRIAL_ROWS, dtype=np.int64), firsts)
-        ]
-    size = (len(labels), len(data.facts["labels"]))
-    return np.random.default_rng(0).standard_normal(size).astype(np.float32), labels

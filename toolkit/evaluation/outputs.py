@@ -1,12 +1,13 @@
-"""Evaluation and prediction of every sample exactly once, at any data set size, batch size and world size.
+"""Evaluation and prediction of every sample exactly once, at any data set size, batch size and
+world size.
 
-Sample ids are gathered with the outputs by `gather_for_metrics`, and compared with the ids of the data set before any
-metric is computed.
+Sample ids are gathered with the outputs by `gather_for_metrics`, and compared with the ids of the
+data set before any metric is computed.
 """
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +19,8 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from toolkit import launch
-from toolkit.config import TrainingSettings
-from toolkit.data.batches import Batch, Prefetcher, collator_of, micro_batches
+from toolkit.data.batches import Batch, Collator, Prefetcher, collator_of, micro_batches
+from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.launch.signals import StopRequested, stop_requested
@@ -27,17 +28,23 @@ from toolkit.utils import memory
 from toolkit.utils.files import as_json
 from toolkit.utils.progress import Progress
 
+Metrics = Callable[[Any, Any, Labels], dict[str, Any]]
+"""(logits (N, C), labels (N,) or (N, C), their names and type) of all samples -> metrics by name.
+It runs on the main process only."""
 ComputeMetrics = Callable[[Any, Any], dict[str, Any]]
-"""(outputs, labels) of all samples -> metrics by name, as in transformers' Trainer: logits (N, C) and labels (N,) or
-(N, C); for titles, two lists of texts. It runs on the main process only."""
+"""The same without the last argument; for titles of two lists of texts."""
 Lines = Callable[[], Iterator[dict[str, Any]]]
 ReportProgress = Callable[[int, float], object]
-"""Called on the main process after each batch: (samples that are done, share of the work); by default a bar."""
+"""Called on the main process after each batch: (samples that are done, share of the work); by
+default a bar."""
+
+# samples of each process in a trial
+_TRIAL_SAMPLES = 2
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The numbers on every rank; predictions and outputs on the main process."""
+    """The numbers on every rank; all others on the main process."""
 
     split: str
     numbers: dict[str, Any]
@@ -46,6 +53,8 @@ class Evaluation:
     """Yields the lines of predictions.jsonl."""
     outputs: tuple[Split, np.ndarray] | None = None
     """For classification: (the split, its logits (N, C))."""
+    compute_metrics: ComputeMetrics | None = None
+    """For classification: the recipe's."""
 
     @property
     def single_numbers(self) -> dict[str, float]:
@@ -60,188 +69,209 @@ class Evaluation:
 
 def drop_redundant_f1(numbers: dict[str, Any]) -> dict[str, Any]:
     """Numbers without the micro F1 if it equals the accuracy, as for every single-label task."""
-    redundant = numbers.get("f1_micro") == numbers.get("accuracy")
-    return {
-        name: value for name, value in numbers.items() if not (redundant and name == "f1_micro")
-    }
-
-
-GATHER = "call outputs.add(accelerator.gather_for_metrics(batch.padded(...))) once for each batch, in all processes"
+    if numbers.get("f1_micro") != numbers.get("accuracy"):
+        return numbers
+    return {name: value for name, value in numbers.items() if name != "f1_micro"}
 
 
 class ExactlyOnceError(UserError):
     """A sample was predicted never or more than once, so every metric would be wrong."""
 
 
-@contextlib.contextmanager
-def _refuse_unpadded(accelerator: Accelerator, size: int) -> Iterator[list[EvaluationBatch]]:
-    """Within this context gathering outputs of the batch in the current list that are not padded to `size` raises
-    UserError: other processes may have other sizes, with which the collective hangs."""
-    gather, current = accelerator.gather_for_metrics, list[EvaluationBatch]()
-
-    def checked_gather(outputs: Any, *more: Any, **options: Any) -> Any:
-        several = outputs if isinstance(outputs, tuple) else ()  # one tensor may be a sum
-        lengths = {len(each) for each in several if torch.is_tensor(each) and each.dim()}
-        if (
-            lengths
-            and lengths == {len(batch.ids) for batch in current} - {1, size}
-            and accelerator.num_processes > 1
-        ):
-            raise UserError(f"gather_for_metrics got outputs that are not padded: {GATHER}")
-        return gather(outputs, *more, **options)
-
-    vars(accelerator)["gather_for_metrics"] = checked_gather
-    try:
-        yield current
-    finally:
-        vars(accelerator)["gather_for_metrics"] = gather
-
-
 @dataclass(frozen=True)
-class EvaluationBatch(Batch):
-    """A batch whose outputs are to be gathered."""
+class BatchSizes:
+    """The sizes of an evaluation's batches."""
 
-    gathered_size: int
-    """Samples that each rank gathers, the same on all ranks."""
-
-    def padded(self, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """(B, ...) outputs -> (ids and this rank's stop signal (B, 2), *outputs), padded to `gathered_size` samples, as
-        `gather_for_metrics` needs the same shape from every rank."""
-        ids = self._pad(self.ids, -1)
-        signals = torch.full_like(ids, stop_requested())
-        return torch.stack([ids, signals], dim=1), *(self._pad(output, 0) for output in outputs)
-
-    def _pad(self, tensor: torch.Tensor, value: int) -> torch.Tensor:
-        missing = self.gathered_size - tensor.shape[0]
-        return torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), value)])
-
-
-def evaluation_batches(
-    accelerator: Accelerator, split: Split, tokenizer: Any, settings: TrainingSettings
-) -> Iterator[EvaluationBatch]:
-    """This rank's batches of a whole split, of the batch size in the settings; see `batches_of`."""
-    size = settings.per_device_eval_batch_size or 2 * settings.micro_batch_size
-    return batches_of(accelerator, split, tokenizer, size, settings.max_tokens_per_batch)
-
-
-def batches_of(
-    accelerator: Accelerator,
-    split: Split,
-    tokenizer: Any,
-    per_device: int,
-    max_tokens: int | None = None,
-    report: ReportProgress | None = None,
-) -> Iterator[EvaluationBatch]:
-    """Yields this rank's batches of a whole split, the longest texts first.
-
-    Every rank gets the same number of batches, as collectives of sharded parameters need; a rank that runs out of
-    samples gets batches of padding samples.
-    """
-    prefetcher, collate = (
-        Prefetcher(accelerator.device),
-        collator_of(split, tokenizer, accelerator.device),
-    )
-    rank, world = accelerator.process_index, accelerator.num_processes
-    batches = micro_batches(split, np.arange(len(split)), per_device, rank, world, max_tokens)
-    ends = np.cumsum(
-        [(len(indices), split.lengths[indices].sum()) for indices in batches], axis=0
-    )  # samples, tokens
-    bar = Progress(split.name, len(split))
-    report = report or bar.update
-    collations = [partial(collate, indices) for indices in batches]
-    with _refuse_unpadded(accelerator, per_device) as current:
-        for place, (collation, following) in enumerate(
-            zip(collations, [*collations[1:], None], strict=True)
-        ):
-            batch = EvaluationBatch(
-                **vars(prefetcher.batch(collation, following)), gathered_size=per_device
-            )
-            launch.explain_failures(partial(memory.explain, batch, None))
-            current[:] = [batch]
-            yield batch
-            if accelerator.device.type == "cpu":
-                memory.manage_freed_memory()
-            if accelerator.is_main_process:
-                samples, tokens = ends[place].tolist()
-                report(min(samples * world, len(split)), tokens / max(1, ends[-1][1]))
-    bar.close()
-    launch.explain_failures()
+    per_device: int
+    """Maximum samples of a batch on one process."""
+    max_tokens: int | None = None
+    """Maximum tokens of it, with padding."""
 
 
 class Outputs:
-    """Collects the gathered outputs of a split on the main process, and checks that each sample is there once."""
+    """A model's outputs for all samples of a split.
 
-    def __init__(self, accelerator: Accelerator, split: Split) -> None:
-        self.accelerator, self.split = accelerator, split
+        outputs = Outputs(accelerator, split, tokenizer, sizes)
+        for batch in outputs.batches(model):
+            logits = model(**batch.inputs).logits.float()
+            outputs.add(accelerator.gather_for_metrics((batch.ids, logits)))
+        arrays = outputs.in_order()
+
+    Every process calls every method."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        split: Split,
+        tokenizer: Any,
+        sizes: BatchSizes,
+        answers: Any = None,
+        is_trial: bool = False,
+    ) -> None:
+        """`answers`: a classifier's (`ClassAnswers`), for `evaluation`. `is_trial`: only one small
+        batch is computed, and its outputs stand for those of all samples: to find mistakes before
+        training."""
+        self.accelerator = accelerator
+        self.split = split
+        self.sizes = sizes
+        self.answers = answers
+        self.is_trial = is_trial
+        self._collate = collator_of(split, tokenizer, accelerator.device)
         self._parts: list[list[np.ndarray]] = []
 
+    def batches(
+        self,
+        model: torch.nn.Module,
+        report: ReportProgress | None = None,
+    ) -> Iterator[Batch]:
+        """Yields this process's batches, the longest texts first, with the model in evaluation mode
+        and without gradients.
+
+        Every process gets as many batches, each with as many samples as the same batch of the
+        others, as sharded parameters and `gather_for_metrics` need: some are padding samples, with
+        id -1."""
+        accelerator = self.accelerator
+        collations = self._collations()
+        prefetcher = Prefetcher(accelerator.device)
+        bar = Progress(self.split.name, len(self.split))
+        report = report or bar.update
+        tokens, all_tokens = 0, max(1, int(self.split.lengths.sum()))
+        samples = 0
+        model.eval()
+        with torch.no_grad():  # not inference_mode: parameters gathered in it could not be trained
+            for place, collation in enumerate(collations):
+                following = collations[place + 1] if place + 1 < len(collations) else None
+                batch = prefetcher.batch(collation, following)
+                launch.explain_failures(partial(memory.explain, batch, None))
+                yield batch
+                if accelerator.device.type == "cpu":
+                    memory.manage_freed_memory()
+                samples += batch.samples * accelerator.num_processes  # of all, nearly
+                tokens += batch.tokens * accelerator.num_processes
+                if following is None:
+                    samples, tokens = len(self.split), all_tokens
+                if accelerator.is_main_process:
+                    report(min(samples, len(self.split)), min(1.0, tokens / all_tokens))
+        bar.close()
+        launch.explain_failures()
+
+    def _collations(self) -> list[partial[Batch]]:
+        split, sizes = self.split, self.sizes
+        world = self.accelerator.num_processes
+        everything = np.arange(len(split))
+        by_rank = []
+        for rank in range(world):
+            by_rank.append(
+                micro_batches(split, everything, sizes.per_device, rank, world, sizes.max_tokens)
+            )
+        shortest = int(split.lengths.argmin())
+        collations = []
+        for ranks in zip(*by_rank, strict=True):
+            size = max(len(indices) for indices in ranks)
+            own = ranks[self.accelerator.process_index]
+            if self.is_trial:
+                own, size = own[:_TRIAL_SAMPLES], min(size, _TRIAL_SAMPLES)
+            collations.append(partial(_collate_padded, self._collate, own, size, shortest))
+        return collations[-1:] if self.is_trial else collations
+
     def add(self, gathered: Sequence[torch.Tensor]) -> None:
-        """Adds `accelerator.gather_for_metrics(batch.padded(...))` without the padding. Raises StopRequested on all
-        ranks if one of them has received a stop signal, and UserError for outputs without ids."""
-        if (
-            isinstance(gathered, torch.Tensor)
-            or gathered[0].shape[1:] != (2,)
-            or gathered[0].is_floating_point()
-        ):
-            raise UserError(
-                f"{self.split.name}: outputs without the ids of their samples: {GATHER}"
-            )
-        ids, signals = gathered[0].cpu().numpy().T
-        if signals.any():
-            raise StopRequested(int(signals.max()))
+        """Adds `accelerator.gather_for_metrics((batch.ids, outputs, ...))`: ids (B,), and outputs
+        (B, ...). Raises StopRequested on all ranks if one of them has received a stop signal, and
+        UserError for outputs without ids."""
+        ids = gathered[0]
+        if isinstance(gathered, torch.Tensor) or ids.dim() != 1 or ids.is_floating_point():
+            how = "outputs.add(accelerator.gather_for_metrics((batch.ids, ...)))"
+            raise UserError(f"{self.split.name}: outputs without the ids of their samples: {how}")
+        self._raise_if_stopped()
         if self.accelerator.is_main_process:
-            parts = (
-                part.float() if part.dtype == torch.bfloat16 else part for part in gathered[1:]
-            )  # not NumPy's
-            self._parts.append(
-                [ids[ids >= 0], *(part.detach().cpu().numpy()[ids >= 0] for part in parts)]
-            )
+            is_sample = ids >= 0
+            arrays = [ids[is_sample].cpu().numpy()]
+            for outputs in gathered[1:]:
+                if outputs.dtype == torch.bfloat16:  # unknown to NumPy
+                    outputs = outputs.float()
+                arrays.append(outputs.detach()[is_sample].cpu().numpy())
+            self._parts.append(arrays)
+
+    def _raise_if_stopped(self) -> None:
+        device = self.accelerator.device
+        signals = self.accelerator.gather(torch.tensor([stop_requested()], device=device))
+        number = int(signals.max())
+        if number:
+            raise StopRequested(number)
 
     def in_order(self) -> list[np.ndarray]:
-        """The outputs, (N, ...) each, in the order of the file on the main process, [] on the others; a collective.
+        """The outputs, (N, ...) each, in the order of the file on the main process, [] on the
+        others; a collective.
 
-        Raises, on every rank, ExactlyOnceError if a sample is missing or duplicated, and UserError if an output
-        is not finite.
-        """
-        columns = [np.concatenate(parts) for parts in zip(*self._parts, strict=True)] or [
+        Raises, on every rank, ExactlyOnceError if a sample is missing or duplicated, and UserError
+        if an output is not finite."""
+        ids, *columns = [np.concatenate(parts) for parts in zip(*self._parts, strict=True)] or [
             np.array([], np.int64)
         ]
+        if self.is_trial:
+            return [np.resize(column, (len(self.split), *column.shape[1:])) for column in columns]
         fault: tuple[type[Exception], str] | None = None
         if self.accelerator.is_main_process:
-            wrong_ids, infinite = ids_fault(columns[0], self.split.rows), _finite_fault(columns)
-            faults = {ExactlyOnceError: wrong_ids and f"{wrong_ids}: {GATHER}", UserError: infinite}
-            fault = next((each for each in faults.items() if each[1]), None)
-        if fault := broadcast_object_list([fault])[0]:
+            fault = _fault(ids, columns, self.split.rows)
+        fault = broadcast_object_list([fault])[0]
+        if fault:
             raise fault[0](f"{self.split.name}: {fault[1]}")
-        if not self.accelerator.is_main_process:
-            return []
-        order = np.argsort(columns[0], kind="stable")
-        return [column[order] for column in columns[1:]]
+        order = np.argsort(ids, kind="stable")
+        return [column[order] for column in columns]
 
-    def evaluation(
+    def evaluation(self, metrics: Metrics) -> Evaluation:
+        """The evaluation of a classifier or regression, of which `add` got ids, logits (B, C) and
+        losses (B,); a collective, every rank gets the numbers."""
+        arrays = self.in_order()
+        if not arrays:
+            return self.make_evaluation()
+        logits, losses = arrays
+        split = self.split
+        compute_metrics = partial(_compute_metrics, metrics, self.answers.labels)
+        evaluation = self.make_evaluation(
+            losses,
+            compute_metrics(logits, split.labels),
+            partial(self.answers.prediction_lines, split.rows, logits, split.labels),
+        )
+        return dataclasses.replace(
+            evaluation, outputs=(split, logits), compute_metrics=compute_metrics
+        )
+
+    def make_evaluation(
         self,
         losses: np.ndarray | None = None,
         metrics: Mapping[str, Any] | None = None,
         predictions: Lines | None = None,
-        logits: np.ndarray | None = None,
     ) -> Evaluation:
-        """Makes the evaluation from losses (N,) and metrics on the main process, and broadcasts its numbers; a
-        collective, which the other ranks call without arguments. The loss is normalised as in a training step: the
-        weighted sum over the split's loss denominator."""
+        """Makes the evaluation from losses (N,) and metrics on the main process, and broadcasts its
+        numbers; a collective, which the other ranks call without arguments. The loss is normalised
+        as in a training step: the weighted sum over the split's loss denominator."""
         numbers: dict[str, Any] = {}
         if losses is not None:
-            weights = 1 if self.split.weights is None else self.split.weights
-            loss = float(
-                (losses * weights).sum(dtype=np.float64) / self.split.loss_denominators().sum()
-            )
+            weighted = losses if self.split.weights is None else losses * self.split.weights
+            total = weighted.sum(dtype=np.float64)
+            loss = float(total / self.split.loss_denominators().sum())
             numbers = {"num_samples": len(self.split), "loss": loss, **as_json(metrics or {})}
-        outputs = None if logits is None else (self.split, logits)
-        return Evaluation(
-            self.split.name, broadcast_object_list([numbers])[0], predictions, outputs
-        )
+        return Evaluation(self.split.name, broadcast_object_list([numbers])[0], predictions)
 
 
-@torch.no_grad()  # not inference_mode: parameters gathered in it could not be trained on afterwards
+def _collate_padded(collate: Collator, indices: np.ndarray, size: int, shortest: int) -> Batch:
+    """A batch of `size` samples, those after `indices` padding samples with id -1."""
+    count = len(indices)
+    if count == size:
+        return collate(indices)
+    filler = indices[-1] if count else shortest
+    batch = collate(np.append(indices, np.full(size - count, filler)))
+    ids = batch.ids.clone()
+    ids[count:] = -1
+    tokens = int(collate.split.lengths[indices].sum())
+    return dataclasses.replace(batch, ids=ids, samples=count, tokens=tokens)
+
+
+def _compute_metrics(metrics: Metrics, labels: Labels, logits: Any, truth: Any) -> dict[str, Any]:
+    return metrics(logits, truth, labels)
+
+
 def predict(
     accelerator: Accelerator,
     model: torch.nn.Module,
@@ -251,24 +281,37 @@ def predict(
     max_tokens: int | None = None,
     report: ReportProgress | None = None,
 ) -> np.ndarray | None:
-    """(N, C) float32 logits of a whole split on the main process, None on the others; a collective."""
-    model.eval()
-    outputs = Outputs(accelerator, split)
-    for batch in batches_of(
-        accelerator, split, tokenizer, per_device_batch_size, max_tokens, report
-    ):
+    """(N, C) float32 logits of a whole split on the main process, None on the others; a
+    collective."""
+    sizes = BatchSizes(per_device_batch_size, max_tokens)
+    outputs = Outputs(accelerator, split, tokenizer, sizes)
+    for batch in outputs.batches(model, report):
         logits = model(**batch.inputs).logits.float()  # (B, C)
-        outputs.add(accelerator.gather_for_metrics(batch.padded(logits)))
+        outputs.add(accelerator.gather_for_metrics((batch.ids, logits)))
     return next(iter(outputs.in_order()), None)
 
 
-def _finite_fault(columns: Sequence[np.ndarray]) -> str:
+def _fault(
+    ids: np.ndarray,
+    columns: Sequence[np.ndarray],
+    expected: np.ndarray,
+) -> tuple[type[Exception], str] | None:
+    wrong_ids = ids_fault(ids, expected)
+    if wrong_ids:
+        how = "outputs.add(accelerator.gather_for_metrics((batch.ids, ...)))"
+        return ExactlyOnceError, f"{wrong_ids}: call {how} once for each batch, in all processes"
+    infinite = _finite_fault(ids, columns)
+    return (UserError, infinite) if infinite else None
+
+
+def _finite_fault(ids: np.ndarray, columns: Sequence[np.ndarray]) -> str:
     """Names the rows with a NaN or an infinity among their outputs; "" if there are none."""
-    finite = [np.isfinite(column.reshape(len(column), -1)).all(axis=1) for column in columns[1:]]
-    bad = np.sort(columns[0][~np.logical_and.reduce(finite)])
-    if not len(bad):
+    is_finite = np.ones(len(ids), np.bool_)
+    for column in columns:
+        is_finite &= np.isfinite(column.reshape(len(column), -1)).all(axis=1)
+    if is_finite.all():
         return ""
-    rows = listing((bad + 1).tolist())
+    rows = listing((np.sort(ids[~is_finite]) + 1).tolist())
     return f"the model's outputs are not finite for rows {rows}: it diverged; lower --learning_rate"
 
 
@@ -280,6 +323,5 @@ def ids_fault(ids: np.ndarray, expected: np.ndarray) -> str:
         "more than once: ids": unique[counts > 1],
         "unknown: ids": np.setdiff1d(unique, expected),
     }
-    return "; ".join(
-        f"{name} {listing(some.tolist())}" for name, some in faults.items() if len(some)
-    )
+    lines = [f"{name} {listing(some.tolist())}" for name, some in faults.items() if len(some)]
+    return "; ".join(lines)

@@ -30,7 +30,8 @@ from toolkit.evaluation import Evaluation
 from toolkit.launch.environment import attempt, max_restarts
 from toolkit.models import lora
 from toolkit.report.files import RunFiles, architecture, last_evaluation
-from toolkit.training.steps import Schedule, StepMetrics
+from toolkit.training.metrics import StepMetrics
+from toolkit.training.schedule import Schedule
 from toolkit.utils.extras import install_command, is_installed
 
 TRACKERS = (

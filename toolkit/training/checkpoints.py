@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import gather_object
 
 from toolkit.checkpoint import folder as folders
@@ -27,8 +25,9 @@ from toolkit.checkpoint.strategies import live_state
 from toolkit.errors import UserError, listing, size_text
 from toolkit.evaluation.best import Best
 from toolkit.training.extra_state import random_states, registered_content
-from toolkit.training.half_precision import scaler_state
-from toolkit.training.steps import StepMetrics, Steps
+from toolkit.training.metrics import StepMetrics
+from toolkit.training.precision import scaler_state
+from toolkit.training.steps import Steps
 from toolkit.utils.files import explain_write_errors, flush_path, nan_to_none
 from toolkit.utils.modules import unwrapped
 
@@ -45,20 +44,20 @@ class Checkpoints:
 
     def __init__(
         self,
-        accelerator: Accelerator,
-        model: torch.nn.Module,
-        optimizer: Any,
-        scheduler: AcceleratedScheduler,
-        tokenizer: Any,
         steps: Steps,
+        tokenizer: Any,
         best: Best,
         run_folder: Path,
         facts: dict[str, Any],
     ) -> None:
-        """`model` and `optimizer` are prepared."""
-        self.accelerator, self.model = accelerator, model
-        self.optimizer, self.scheduler = optimizer, scheduler
-        self.tokenizer, self.steps, self.best, self.facts = tokenizer, steps, best, facts
+        self.accelerator = steps.accelerator
+        self.model = steps.model
+        self.optimizer = steps.optimizer
+        self.scheduler = steps.scheduler
+        self.tokenizer = tokenizer
+        self.steps = steps
+        self.best = best
+        self.facts = facts
         self.settings = steps.settings
         self.path = run_folder / "checkpoints"
         self.continues = False
@@ -97,8 +96,9 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Waits for a checkpoint in the background. Raises UserError if it cannot be written."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
+        if pending is not None:
             pending.result()
 
     def set_links(self) -> None:

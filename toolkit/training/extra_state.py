@@ -91,7 +91,7 @@ def load_registered(accelerator: Accelerator, content: bytes) -> None:
     if len(states) != len(objects):
         raise UserError(
             f"the checkpoint has {len(states)} states of accelerator.register_for_checkpointing, "
-            f"which got {len(objects)} objects before `run.resume`: {remedy}"
+            f"which got {len(objects)} objects before `run.steps`: {remedy}"
         )
     for each, state in zip(objects, states, strict=True):
         try:

@@ -1,4 +1,4 @@
-"""The eight hooks of features, which the core calls, and the list of all features.
+"""The hooks of features, which the core calls, and the list of all features.
 
 A feature is a folder under `toolkit/features/` whose `feature.py` holds `FEATURE`, an instance of a
 subclass of `Feature`. That module is imported whenever settings are parsed or `toolkit --help` is
@@ -97,6 +97,14 @@ class Feature:
         """Turns a saved model's outputs into answers (a `toolkit.evaluation.answers.Answers`), or
         None for other models; `config` is transformers'. The first feature that returns one is
         used."""
+
+    def load_model(self, model: str, config: Any) -> Any:
+        """Loads a saved classifier of another kind than transformers', or None for other models;
+        `config` is transformers'. The first feature that returns one is used."""
+
+    def objective(self, settings: Any, objective: Any, data: Any) -> Any:
+        """The objective (`toolkit.objective.Objective`) of a run, changed or not."""
+        return objective
 
     def page(self, page: Any) -> PagePart | None:
         """The part to add to a run's report.html (`toolkit.report.html.Page`)."""

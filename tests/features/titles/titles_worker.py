@@ -16,7 +16,8 @@ from tests.splits import of_lengths
 from toolkit import launch
 from toolkit.config import PretrainedSettings, TrainingSettings
 from toolkit.data.tokens import load_tokenizer
-from toolkit.evaluation import Evaluation, Outputs, evaluation_batches
+from toolkit.evaluation import Evaluation, Outputs
+from toolkit.evaluation.outputs import BatchSizes
 from toolkit.features.titles.data import TitleSplit
 from toolkit.features.titles.evaluation import Writer, title_evaluation, title_metrics
 from toolkit.features.titles.model import load_title_model
@@ -24,8 +25,8 @@ from toolkit.features.titles.settings import GenerationSettings
 from toolkit.models.to_bigbird import long_model
 from toolkit.objective.losses import token_losses
 from toolkit.training.optimizer import parameter_groups
-from toolkit.training.prepare import align_strategy
-from toolkit.training.steps import make_schedule
+from toolkit.training.prepare import prepare_for_strategy
+from toolkit.training.schedule import make_schedule
 
 SIZES, BATCH, LONGEST = (1, 2, 3, 7), 2, 9
 
@@ -42,20 +43,17 @@ def main() -> None:
     model: Any = load_title_model(settings, long, generation, tokenizer, LONGEST, seed=1)
     optimizer = torch.optim.AdamW(parameter_groups(model, 0.01), lr=1e-4)
     schedule = make_schedule(training, of_lengths(np.full(8, 9)), accelerator.num_processes)
-    align_strategy(accelerator, model, optimizer, training, schedule)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = prepare_for_strategy(accelerator, training, schedule, model, optimizer)
 
-    @torch.no_grad()
     def evaluate(split: TitleSplit) -> Evaluation:
         """As recipes/title.py."""
-        model.eval()
-        writer, outputs = Writer(accelerator, model), Outputs(accelerator, split)
-        for batch in evaluation_batches(accelerator, split, tokenizer, training):
+        outputs = Outputs(accelerator, split, tokenizer, BatchSizes(BATCH))
+        writer = Writer(accelerator, model)
+        for batch in outputs.batches(model):
             encoded, mask = writer.encode(batch)
             losses = token_losses(writer.logits(batch, encoded, mask), batch.labels)
-            outputs.add(
-                accelerator.gather_for_metrics(batch.padded(losses, writer.write(encoded, mask)))
-            )
+            titles = writer.write(encoded, mask)
+            outputs.add(accelerator.gather_for_metrics((batch.ids, losses, titles)))
         return title_evaluation(outputs, tokenizer, title_metrics)
 
     def lines_of(size: int) -> list[dict[str, Any]]:

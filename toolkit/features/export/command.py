@@ -36,7 +36,7 @@ from toolkit.evaluation.saved_model import (
     training_quoting,
     training_run,
 )
-from toolkit.models.exported import FILES, INPUTS, export_format, no_statistics
+from toolkit.features.export.runtimes import FILES, INPUTS, export_format, no_statistics
 from toolkit.pretrained import quiet_transformers
 from toolkit.utils.extras import require_extra
 from toolkit.utils.files import explain_write_errors, replace_folder

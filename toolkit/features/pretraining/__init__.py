@@ -1,1 +1,14 @@
-"""Continued pretraining on unlabelled texts."""
+"""Continued pretraining on unlabelled texts. Names for a recipe, imported on first use."""
+
+from typing import Any
+
+from toolkit.utils.lazy import offered
+
+_OFFERED = {
+    "data": ("masked_evaluation", "masked_metrics"),
+    "model": ("load_masked_model", "token_cross_entropy"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    return offered(__name__, _OFFERED, name)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from toolkit.config import ModelSettings
 from toolkit.data.batches import Batch
 from toolkit.evaluation.answers import Answers
-from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs, batches_of
+from toolkit.evaluation.outputs import BatchSizes, ComputeMetrics, Evaluation, Outputs
 from toolkit.features.titles import rouge
 from toolkit.features.titles.data import TitleSplit
 from toolkit.features.titles.model import load_saved_title_model
@@ -46,12 +46,12 @@ def title_evaluation(
     split = outputs.split
     assert isinstance(split, TitleSplit)
     if not (arrays := outputs.in_order()):
-        return outputs.evaluation()
+        return outputs.make_evaluation()
     losses, generated = arrays
     titles, references = [readable(tokenizer, row) for row in generated.tolist()], split.titles()
     metrics = compute_metrics(titles, references)
     lines = partial(_lines, split.rows, titles, references, metrics.get("rouge_segmenter", "auto"))
-    return outputs.evaluation(losses, metrics, lines)
+    return outputs.make_evaluation(losses, metrics, lines)
 
 
 def _lines(
@@ -69,14 +69,15 @@ class TitleAnswers(Answers):
     def load(self, settings: ModelSettings) -> Any:
         return load_saved_title_model(settings)
 
-    @torch.no_grad()
     def outputs(
         self, accelerator: Any, model: Any, split: Any, tokenizer: Any, *sizes: Any
     ) -> list[str] | None:
-        writer, outputs = Writer(accelerator, model), Outputs(accelerator, split)
-        for batch in batches_of(accelerator, split, tokenizer, *sizes):
+        per_device, max_tokens, *report = sizes
+        outputs = Outputs(accelerator, split, tokenizer, BatchSizes(per_device, max_tokens))
+        writer = Writer(accelerator, model)
+        for batch in outputs.batches(model, *report):
             titles = writer.write(*writer.encode(batch))  # (B, T)
-            outputs.add(accelerator.gather_for_metrics(batch.padded(titles)))
+            outputs.add(accelerator.gather_for_metrics((batch.ids, titles)))
         arrays = outputs.in_order()
         return [readable(tokenizer, row) for row in arrays[0].tolist()] if arrays else None
 

@@ -22,7 +22,8 @@ from transformers import (
 from toolkit.config import PretrainedSettings
 from toolkit.errors import UserError
 from toolkit.features.titles.settings import KIND, GenerationSettings
-from toolkit.models.classifier import choose_attention, configure, from_pretrained, set_dropout
+from toolkit.models.attention import choose_attention
+from toolkit.models.classifier import configure, from_pretrained, set_dropout
 from toolkit.pretrained import (
     explain_load_errors,
     load_config,
@@ -75,7 +76,8 @@ def load_saved_title_model(settings: PretrainedSettings) -> EncoderDecoderModel:
 
 
 def _saved(settings: PretrainedSettings) -> EncoderDecoderModel:
-    name, config = str(settings.model_name_or_path), load_config(settings)
+    name = str(settings.model_name_or_path)
+    config = load_config(settings)
     for part in (config.encoder, config.decoder):
         set_dropout(part, settings.dropout)
     model, loading = from_pretrained(EncoderDecoderModel, name, config)

@@ -1,0 +1,105 @@
+"""`--per_device_batch_size auto`: the largest micro-batch of the longest texts that the device can
+train on."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from toolkit import launch
+from toolkit.config import TrainingSettings
+from toolkit.data.batches import Collator
+from toolkit.errors import UserError
+from toolkit.launch.precision import autocast
+from toolkit.utils.memory import is_out_of_memory
+
+Settings = TypeVar("Settings", bound=TrainingSettings)
+
+# AdamW's two moments and a copy of the gradients, for each trained weight
+_STATE_BYTES = 12
+
+
+def fit_batch_size(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    collate: Collator,
+    settings: Settings,
+) -> Settings:
+    """Replaces `auto` by a number, the same on all ranks; call it before `accelerator.prepare`. A
+    CPU has no memory of its own to fill: there it is the process's share of the global batch.
+    Raises UserError if not even one text fits."""
+    if settings.per_device_batch_size != "auto":
+        return settings
+    size = math.ceil(settings.global_batch_size / accelerator.num_processes)
+    if accelerator.device.type != "cpu":
+        size = _largest(accelerator, model, collate, settings, size)
+        size = min(gather_object([size]))
+    longest = int(collate.split.lengths.max())
+    if size == 0:
+        remedy = "pass --gradient_checkpointing true, or a smaller --max_length"
+        fault = f"not even one text of {longest} tokens fits"
+        raise UserError(f"--per_device_batch_size auto: {fault}: {remedy}")
+    line = f"--per_device_batch_size auto: {size} (texts of up to {longest} tokens)"
+    launch.log_on_main(accelerator, line)
+    return dataclasses.replace(settings, per_device_batch_size=size)
+
+
+def _largest(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    collate: Collator,
+    settings: TrainingSettings,
+    size: int,
+) -> int:
+    """Halves `size` until a micro-batch fits; 0 if none does."""
+    buffers = [buffer.clone() for buffer in model.buffers()]  # running means
+    while size and not _fits(accelerator, model, collate, settings, size):
+        size //= 2
+    model.zero_grad()
+    model.to("cpu")
+    for buffer, before in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(before)
+    _free()
+    return size
+
+
+def _fits(
+    accelerator: Accelerator,
+    model: Any,
+    collate: Collator,
+    settings: TrainingSettings,
+    size: int,
+) -> bool:
+    """Whether a forward and a backward pass of the `size` longest texts fit beside the optimizer's
+    state."""
+    split, device = collate.split, accelerator.device
+    limit = settings.max_tokens_per_batch
+    if limit is not None:
+        size = min(size, max(1, limit // int(split.lengths.max())))
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    try:
+        model.to(device).train()
+        reserved = torch.empty(_STATE_BYTES * trained, dtype=torch.uint8, device=device)
+        batch = collate(split.longest(size))
+        with autocast(accelerator):
+            logits = model(**batch.inputs).logits
+        logits.float().logsumexp(-1).mean().backward()
+        del reserved
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        model.zero_grad()
+        _free()
+        return False
+    return True
+
+
+def _free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()

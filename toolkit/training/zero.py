@@ -1,0 +1,191 @@
+"""What DeepSpeed must be told, so that ZeRO trains as DDP does: the settings of the run, weights in
+fp32, one reduction of gradients in a step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedEngineWrapper
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
+
+from toolkit.checkpoint.parameters import full_shape
+from toolkit.config import TrainingSettings
+from toolkit.errors import Faults, UserError
+from toolkit.launch import log_on_main
+from toolkit.training.precision import add_autocast, reduction_dtype
+from toolkit.training.schedule import Schedule
+from toolkit.utils.compat import require
+
+
+def prepare_zero(
+    accelerator: Accelerator,
+    settings: TrainingSettings,
+    schedule: Schedule,
+    model: Any,
+    optimizer: Any,
+) -> tuple[Any, DeepSpeedOptimizerWrapper]:
+    """The engine and its optimizer. Raises UserError for a DeepSpeed config that no run can
+    use."""
+    plugin = accelerator.state.deepspeed_plugin
+    config = plugin.deepspeed_config
+    _refuse_unusable(config)
+    _set_config(accelerator, settings, schedule, config)
+    if not hasattr(getattr(model, "config", None), "hidden_size"):
+        _set_bucket_sizes(config["zero_optimization"], model)
+    add_autocast(accelerator, model)
+    with _in_fp32(config, accelerator.mixed_precision), explain_config_errors():
+        model, optimizer = accelerator.prepare(model, optimizer)
+    engine = accelerator.deepspeed_engine_wrapped.engine
+    if accelerator.mixed_precision == "fp16":
+        _add_loss_scaler(engine)
+    if plugin.zero_stage > 1 and not settings.sync_each_batch:
+        accelerator.deepspeed_engine_wrapped = ReduceOnce(engine)
+    return model, optimizer
+
+
+def _refuse_unusable(config: dict[str, Any]) -> None:
+    faults = Faults()
+    zero = config["zero_optimization"]
+    for section in ("optimizer", "scheduler"):
+        if section in config:
+            faults.add(f'the DeepSpeed config has "{section}": remove it, the settings choose it')
+    for section in ("offload_optimizer", "offload_param"):
+        if (zero.get(section) or {}).get("device") == "nvme":
+            why = "a checkpoint would lack what is on NVMe"
+            faults.add(f'the DeepSpeed config has "{section}": nvme: write cpu or none: {why}')
+    if zero.get("stage") == 0:
+        faults.add('the DeepSpeed config has "stage": 0: set it to 1, or launch with ddp.yaml')
+    faults.raise_if_any()
+
+
+def _set_config(
+    accelerator: Accelerator,
+    settings: TrainingSettings,
+    schedule: Schedule,
+    config: dict[str, Any],
+) -> None:
+    """Writes the settings into the config, and says in one line which values it replaces."""
+    micro_batch = schedule.micro_batch_size
+    values: dict[str, Any] = {
+        "gradient_clipping": settings.max_grad_norm,
+        "gradient_accumulation_steps": schedule.accumulation,
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "train_batch_size": micro_batch * schedule.accumulation * accelerator.num_processes,
+    }
+    dtype = reduction_dtype(accelerator, settings)
+    if dtype:
+        values["communication_data_type"] = dtype
+    replaced = [name for name in values if config.get(name, "auto") not in ("auto", values[name])]
+    if replaced:
+        line = f"the settings replace {', '.join(replaced)} of the DeepSpeed config"
+        log_on_main(accelerator, line)
+    config.update(values)
+    config["zero_allow_untested_optimizer"] = True  # those outside DeepSpeed's list
+    # by default accelerate replaces any optimizer in host memory by DeepSpeed's Adam
+    config.setdefault("zero_force_ds_cpu_optimizer", False)
+    zero = config["zero_optimization"]
+    if zero.get("stage") == 3:  # for `accelerator.get_state_dict`
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+        # DeepSpeed's adds the bias to a product that is rounded to 16 bits
+        zero["memory_efficient_linear"] = accelerator.mixed_precision == "no"
+
+
+def _set_bucket_sizes(zero: dict[str, Any], model: torch.nn.Module) -> None:
+    """Sets the sizes as accelerate does, with the model's largest width in place of a config's
+    `hidden_size`."""
+    shapes = [full_shape(parameter) for parameter in model.parameters()]
+    width = max((min(shape) for shape in shapes if len(shape) > 1), default=1)
+    sizes = {
+        "reduce_bucket_size": width * width,
+        "stage3_prefetch_bucket_size": int(0.9 * width * width),
+        "stage3_param_persistence_threshold": 10 * width,
+    }
+    zero.update({name: size for name, size in sizes.items() if zero.get(name) == "auto"})
+
+
+@contextlib.contextmanager
+def _in_fp32(config: dict[str, Any], precision: str) -> Iterator[None]:
+    """Within this context an engine is created in fp32; accelerate reads the precision of the run
+    from the same place."""
+    if precision == "no":
+        yield
+        return
+    config[precision]["enabled"] = False
+    try:
+        yield
+    finally:
+        config[precision]["enabled"] = True
+
+
+@contextlib.contextmanager
+def explain_config_errors() -> Iterator[None]:
+    """Raises UserError for a DeepSpeed config with an unknown key, a value of the wrong type or a
+    removed feature."""
+    try:
+        yield
+    except Exception as error:  # by name: DeepSpeed is imported only where it is used
+        if type(error).__name__ not in ("ValidationError", "DeepSpeedConfigError"):
+            raise
+        file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "the DeepSpeed config")
+        fault, *_ = " ".join(str(error).split()).split(" For further information")
+        raise UserError(f"{file}: DeepSpeed refuses it: {fault}") from error
+
+
+class ReduceOnce(DeepSpeedEngineWrapper):
+    """Makes ZeRO-2 and ZeRO-3 reduce gradients once per optimizer step, as DDP does, not after each
+    micro-batch (DeepSpeed's pull request 7992). Until the last micro-batch each process accumulates
+    unsharded gradients, 4 bytes per trained parameter. ZeRO-1 reduces once anyway."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self._step = contextlib.ExitStack()
+        require(engine, "coalesce_grad_reduction", "deepspeed")
+
+    def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **options: Any) -> None:
+        engine = self.engine
+        if not sync_gradients and not engine.inside_no_sync_ctxt:
+            self._step.enter_context(engine.coalesce_grad_reduction())
+        engine.set_gradient_accumulation_boundary(sync_gradients)
+        engine.backward(loss, **options)
+        if sync_gradients:
+            self._step.close()  # reduces
+            engine.set_gradient_accumulation_boundary(True)  # leaving the block has reset it
+            engine.step()
+
+
+def _add_loss_scaler(engine: Any) -> None:
+    """Gives an engine in fp32 the loss scale of fp16: that of DeepSpeed's `torch_autocast` section
+    (0.19.8) never lowers it."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+
+    class LateRaise(DynamicLossScaler):
+        """Raises the scale before a step's first loss. DeepSpeed 0.19.8 does so in the middle of a
+        step, and divides that step's gradients by the new scale: they are halved."""
+
+        was_stable = False
+
+        def update_scale(self, overflow: bool) -> None:
+            self.was_stable = not overflow
+            if overflow:
+                super().update_scale(True)
+
+        def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+            if self.was_stable:
+                self.was_stable = False
+                super().update_scale(False)
+            return super().scale_loss(loss)
+
+    for name in ("loss_scaler", "dynamic_loss_scale"):
+        require(engine.optimizer, name, "deepspeed")
+    scaler: Any = LossScaler(engine.loss_scale())
+    if engine.dynamic_loss_scale():
+        scaler = LateRaise(dtype=torch.float16, **engine.dynamic_loss_scale_args())
+        # `Steps` reports too many skipped steps
+        scaler.raise_error_at_min_scale = False
+    engine.optimizer.loss_scaler = scaler
+    engine.optimizer.dynamic_loss_scale = scaler.dynamic
