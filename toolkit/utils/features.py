@@ -1,4 +1,4 @@
-"""The eight hooks of features, which the core calls, and the list of all features.
+"""The hooks of features, which the core calls, and the list of all features.
 
 A feature is a folder under `toolkit/features/` whose `feature.py` holds `FEATURE`, an instance of a
 subclass of `Feature`. That module is imported whenever settings are parsed or `toolkit --help` is

@@ -18,8 +18,9 @@ from toolkit.config import TextSettings
 from toolkit.data.labels import MULTI, SINGLE, Labels
 from toolkit.data.read import read_file
 from toolkit.features.folds import command, correct
-from toolkit.features.folds.page import balanced_skill, find_suspects, write_page
-from toolkit.features.folds.split import held_out_rows, texts_of, write_part
+from toolkit.features.folds.page import balanced_skill, write_page
+from toolkit.features.folds.split import held_out_rows, row_digest, texts_of, write_part
+from toolkit.features.folds.suspects import find_suspects
 
 NAMES = ("a", "b")
 
@@ -115,8 +116,6 @@ def test_the_page_and_its_corrections(
     assert error["row_digest"] in page
     leave_out = {"id": 8, "cells": None}
     table = read_file(str(tmp_path / "rows.jsonl"), TextSettings())
-    from toolkit.features.folds.split import row_digest
-
     leave_out["row_digest"] = row_digest(["text 8", cells[8], "x"])
     corrections = tmp_path / "corrections.jsonl"
     corrections.write_text(f"{json.dumps(error)}\n\n{json.dumps(leave_out)}\n")
