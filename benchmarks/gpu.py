@@ -367,7 +367,8 @@ def model_of(spec: dict[str, Any]) -> Any:
     import torch
     from transformers import BertConfig, BertForSequenceClassification
 
-    from toolkit.models.classifier import choose_attention, freeze_unused
+    from toolkit.models.attention import choose_attention
+    from toolkit.models.classifier import freeze_unused
     from toolkit.models.first_token import read_first_token_only
 
     torch.manual_seed(contestants.SEED)

@@ -1,4 +1,4 @@
-"""The share of planted label errors that `--folds` finds.
+"""The share of planted label errors that `toolkit folds` finds.
 
     python benchmarks/label_errors.py [--dataset demo:rotten-tomatoes] [--samples 3000] [--folds 5] [--epochs 2]
 
@@ -78,7 +78,7 @@ def main() -> None:
     rows, wrong = plant_errors(folder, options.dataset, options.samples, options.share)
     started = time.monotonic()
     if not (folder / "run" / "label_errors.jsonl").is_file():
-        command = [sys.executable, "recipes/cls.py", "--train_file", rows, "--model_name_or_path", "demo:minilm",
+        command = [sys.executable, "-m", "toolkit", "folds", "recipes/cls.py", "--train_file", rows, "--model_name_or_path", "demo:minilm",
                    "--folds", options.folds, "--output_dir", folder / "run", "--num_train_epochs", options.epochs,
                    "--max_length", options.max_length, "--report_to", "none", *settings]  # fmt: skip
         subprocess.run([str(word) for word in command], cwd=ROOT, check=True)
@@ -97,7 +97,7 @@ def main() -> None:
             if len(wrong & set(suspected[:k])) >= 0.6 * k]  # fmt: skip
     most = len(wrong & set(suspected[: max(goal, default=0)])) / len(wrong)
     lines = [
-        "# Planted label errors, found by `--folds`",
+        "# Planted label errors, found by `toolkit folds`",
         "",
         "Made by `python benchmarks/label_errors.py"
         + "".join(f" {word}" for word in sys.argv[1:] if "/" not in word)

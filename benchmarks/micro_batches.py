@@ -74,11 +74,11 @@ def one(trains: bool, length: int, texts: int, size: int) -> tuple[float, float]
     from transformers import AutoModelForSequenceClassification
 
     from toolkit.demo import model_path
-    from toolkit.models.attention import install
-    from toolkit.training.dropout import install_fast_dropout
+    from toolkit.features.cpu_attention.kernel import install
+    from toolkit.features.cpu_dropout.kernel import install as install_dropout
     from toolkit.utils import memory
 
-    install_fast_dropout()
+    install_dropout()
     install()  # the attention of training
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1000, 20000, (texts, length), generator=generator)

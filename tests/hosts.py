@@ -1,11 +1,12 @@
-"""Two hosts on one machine: network namespaces joined by a cable, each with a host name and /etc/hosts of its own.
+"""Two hosts on one machine: network namespaces joined by a cable, each with a host name and
+/etc/hosts of its own.
 
     with TwoHosts() as hosts:
-        done = hosts.run("b", [sys.executable, "-m", "toolkit", "doctor", "--peers", "10.77.0.1,10.77.0.2"])
+        done = hosts.run("b", [sys.executable, "-m", "toolkit", "doctor", "--peers", PEERS])
         hosts.cut()
 
-It needs root and iproute2, and nothing else (no bridge, no iptables, no tc). Hosts share the file system but for
-/etc/hosts and TMPDIR. Whatever still runs in them when the block is left is ended.
+It needs root and iproute2, and nothing else (no bridge, no iptables, no tc). Hosts share the file
+system but for /etc/hosts and TMPDIR. Whatever still runs in them when the block is left is ended.
 """
 
 import contextlib
@@ -38,8 +39,8 @@ _ETC = Path("/etc/netns")
 
 
 class TwoHosts:
-    """Hosts "a" and "b". As on Debian, each resolves its own name to 127.0.1.1. With `forks`, Python scripts and
-    modules and `accelerate` start as forks of a process with warm imports."""
+    """Hosts "a" and "b". As on Debian, each resolves its own name to 127.0.1.1. With `forks`, Python
+    scripts and modules and `accelerate` start as forks of a process with warm imports."""
 
     def __init__(self, forks: bool = False) -> None:
         self._forks = forks
@@ -70,69 +71,44 @@ class TwoHosts:
         for host, space in self._spaces.items():
             _ip("netns", "add", space)
             (_ETC / space).mkdir(parents=True, exist_ok=True)
-            names = [
-                f"{'127.0.1.1' if one == host else ADDRESSES[one]} {NAMES[one]}\n" for one in HOSTS
-            ]
-            (_ETC / space / "hosts").write_text(
-                "".join(["127.0.0.1 localhost\n", *names]), encoding="utf-8"
-            )
+            names = ["127.0.0.1 localhost"]
+            for one in HOSTS:
+                names.append(f"{'127.0.1.1' if one == host else ADDRESSES[one]} {NAMES[one]}")
+            (_ETC / space / "hosts").write_text("\n".join([*names, ""]), encoding="utf-8")
             (self._folder / host).mkdir()
         first, second = self._spaces.values()
-        _ip(
-            "link",
-            "add",
-            INTERFACE,
-            "netns",
-            first,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            INTERFACE,
-            "netns",
-            second,
-        )
+        cable = f"link add {INTERFACE} netns {first} type veth peer name {INTERFACE} netns {second}"
+        _ip(*cable.split())
         for host in HOSTS:
             self.ip(host, "link", "set", "lo", "up")
             self.ip(host, "addr", "add", f"{ADDRESSES[host]}/24", "dev", INTERFACE)
             self.ip(host, "link", "set", INTERFACE, "up")
 
     def start(
-        self, host: str, command: Sequence[str | Path], env: Mapping[str, str] | None = None,
-        binds: Mapping[str | Path, str | Path] | None = None, fresh: bool | None = None,
-    ) -> Process:  # fmt: skip
-        """Starts a program on a host. `binds`: path -> file to mount there, for this program only. `fresh`: never as a
-        fork."""
+        self,
+        host: str,
+        command: Sequence[str | Path],
+        env: Mapping[str, str] | None = None,
+        binds: Mapping[str | Path, str | Path] | None = None,
+        fresh: bool | None = None,
+    ) -> Process:
+        """Starts a program on a host. `binds`: path -> file to mount there, for this program only.
+        `fresh`: never as a fork."""
         variables = {"TMPDIR": str(self._folder / host), **(env or {})}
         program, *words = map(str, command)
-        if (
-            self._forks
-            and not fresh
-            and (program == "accelerate" or (program == sys.executable and words[0] != "-c"))
-        ):
+        files = {str(path): str(source) for path, source in (binds or {}).items()}
+        is_script = program == sys.executable and words[0] != "-c"
+        if self._forks and not fresh and (program == "accelerate" or is_script):
             script = [Path(sys.executable).with_name(program)] if program == "accelerate" else []
-            inside = {"space": self._spaces[host], "name": NAMES[host],
-                      "binds": {str(path): str(source) for path, source in (binds or {}).items()}}  # fmt: skip
-            process = fork(
-                [*script, *words], {"TESTS_WITHOUT_PAGES": "", **variables}, inside=inside
-            )
+            inside = {"space": self._spaces[host], "name": NAMES[host], "binds": files}
+            variables = {"TESTS_WITHOUT_PAGES": "", **variables}
+            process = fork([*script, *words], variables, inside=inside)
         else:
-            mounts = [
-                shlex.join(["mount", "--bind", str(source), str(path)])
-                for path, source in (binds or {}).items()
-            ]
+            mounts = [shlex.join(["mount", "--bind", *pair[::-1]]) for pair in files.items()]
             prepare = [f"echo {NAMES[host]} > /proc/sys/kernel/hostname", *mounts, 'exec "$@"']
-            shell = [
-                "unshare",
-                "--uts",
-                "--",
-                "sh",
-                "-ec",
-                "\n".join(prepare),
-                "sh",
-                *map(str, command),
-            ]
-            process = begin(["ip", "netns", "exec", self._spaces[host], *shell], variables)
+            shell = ["unshare", "--uts", "--", "sh", "-ec", "\n".join(prepare), "sh"]
+            enter = ["ip", "netns", "exec", self._spaces[host], *shell]
+            process = begin([*enter, *map(str, command)], variables)
         self._started.append(process)
         return process
 
@@ -145,17 +121,18 @@ class TwoHosts:
         self, commands: Mapping[str, Sequence[str | Path]], **options: Any
     ) -> dict[str, Any]:
         """Starts a command on each host; each of `options` is a mapping by host."""
-        return {host: self.start(host, command, **{name: value.get(host) for name, value in options.items()})
-                for host, command in commands.items()}  # fmt: skip
+        started = {}
+        for host, command in commands.items():
+            of_host = {name: value.get(host) for name, value in options.items()}
+            started[host] = self.start(host, command, **of_host)
+        return started
 
-    def finish_both(
-        self, started: Mapping[str, Process], seconds: float = 60
-    ) -> dict[str, Finished]:
+    def finish_both(self, started: Mapping[str, Process], seconds: float = 60) -> dict[str, Any]:
         deadline = time.monotonic() + seconds
-        return {
-            host: process.finish(max(1.0, deadline - time.monotonic()))
-            for host, process in started.items()
-        }
+        done = {}
+        for host, process in started.items():
+            done[host] = process.finish(max(1.0, deadline - time.monotonic()))
+        return done
 
     def run_both(
         self, commands: Mapping[str, Sequence[str | Path]], seconds: float = 60, **options: Any
@@ -168,28 +145,22 @@ class TwoHosts:
     def shell_on(self, host: str) -> str:
         """A shell command prefix that runs the next argument, a script, on a host."""
         prepare = f'echo {NAMES[host]} > /proc/sys/kernel/hostname; exec sh -c "$1"'
-        return f"exec ip netns exec {self._spaces[host]} unshare --uts -- sh -c {shlex.quote(prepare)} sh"
+        enter = f"exec ip netns exec {self._spaces[host]} unshare --uts"
+        return f"{enter} -- sh -c {shlex.quote(prepare)} sh"
 
     def ip(self, host: str, *words: str) -> str:
         return _ip("-n", self._spaces[host], *words)
 
     def cut(self) -> None:
-        """Pulls the cable: host a's interface is down, host b's has no carrier. Sending from a fails at once."""
+        """Pulls the cable: host a's interface is down, host b's has no carrier."""
         self.ip("a", "link", "set", INTERFACE, "down")
 
     def silence(self) -> None:
-        """Both interfaces stay up, but every packet is lost, as when a machine or a switch has died."""
+        """Both interfaces stay up, but every packet is lost, as when a machine or a switch has
+        died."""
         for host, other in (("a", "b"), ("b", "a")):
-            way = (
-                ADDRESSES[other],
-                "lladdr",
-                _WRONG_HARDWARE_ADDRESS,
-                "nud",
-                "permanent",
-                "dev",
-                INTERFACE,
-            )
-            self.ip(host, "neigh", "replace", *way)
+            way = f"{ADDRESSES[other]} lladdr {_WRONG_HARDWARE_ADDRESS} nud permanent"
+            self.ip(host, "neigh", "replace", *way.split(), "dev", INTERFACE)
 
     def block(self, host: str, port: int) -> None:
         """A firewall on `host` that drops connections from other hosts to this port."""

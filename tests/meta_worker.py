@@ -29,7 +29,8 @@ from torch.utils._pytree import tree_leaves
 
 import toolkit
 from toolkit import launch
-from toolkit.evaluation import teacher
+from toolkit.features import pretraining, titles
+from toolkit.features.distillation import teacher
 from toolkit.features.padding_free import packed as padding_free
 from toolkit.features.padding_free.packed import PackedCollator
 from toolkit.features.titles.evaluation import Writer
@@ -221,9 +222,8 @@ def main() -> None:
     # beam search synchronizes after each token
     Writer.write = lambda writer, encoded, mask: mask.new_zeros(len(mask), writer.max_new_tokens)  # type: ignore[method-assign]
     vars(toolkit)["load_classifier"] = on_device(toolkit.load_classifier)
-    for name, load in (("title", "load_title_model"), ("pretrain", "load_masked_model")):
-        loaded = vars(importlib.import_module(f"recipes.{name}"))
-        loaded[load] = on_device(loaded[load])
+    for package, load in ((titles, "load_title_model"), (pretraining, "load_masked_model")):
+        vars(package)[load] = on_device(getattr(package, load))
     teacher.add_teacher_logits = on_cpu(teacher.add_teacher_logits)
     jobs = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     path = Path(sys.argv[2])

@@ -16,7 +16,7 @@ import pytest
 import torch
 from filelock import FileLock
 from safetensors.torch import load_file
-from transformers import BertConfig, BertForSequenceClassification, BertModel
+from transformers import BertConfig, BertModel
 
 from tests import test_half_precision as half
 from tests.jobs_worker import write_jobs
@@ -30,7 +30,6 @@ from toolkit.features.padding_free import packed as packing
 from toolkit.features.padding_free.packed import Packed
 from toolkit.models.bigbird import attention as ways
 from toolkit.models.classifier import load_classifier
-from toolkit.models.first_token import read_first_token_only
 
 REHEARSAL = bool(os.environ.get("TOOLKIT_REHEARSE_GPU_TESTS"))
 DEVICES = torch.cuda.device_count()
@@ -358,13 +357,6 @@ def test_lora_is_merged_in_float32(wide_model: Path) -> None:
     torch.set_float32_matmul_precision("highest")
     for name, tensor in merged.items():
         torch.testing.assert_close(tensor.cpu(), expected[name], rtol=1e-6, atol=1e-6)
-
-
-def test_the_last_layer_of_a_model_on_the_gpu(wide_model: Path) -> None:
-    model = BertForSequenceClassification.from_pretrained(wide_model).to(
-        "cpu" if REHEARSAL else "cuda"
-    )
-    assert read_first_token_only(model)
 
 
 def test_compiled_layers(cls: list[Any], single: Path, tmp_path: Path) -> None:

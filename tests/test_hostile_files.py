@@ -16,9 +16,9 @@ from tests.runs import ROOT, edit_json, slow_but, start
 from toolkit.config import ModelSettings, TextSettings
 from toolkit.data.labels import Labels
 from toolkit.data.read import read_file, read_hub
+from toolkit.features.export.runtimes import ExportedClassifier
 from toolkit.features.sweep.command import Sweep
 from toolkit.models.classifier import load_saved_classifier
-from toolkit.models.exported import ExportedClassifier
 
 LABELS = Labels("single_label_classification", ("neg", "pos"), ("label",))
 

@@ -1,11 +1,10 @@
-"""Two hosts (network namespaces) need not share the disk of --output_dir: checkpoints are on the first one's only.
-(Promise 4.)"""
+"""Promise: two hosts (network namespaces) need not share the disk of --output_dir: checkpoints are
+on the first one's only."""
 
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +19,7 @@ from tests.runs import (
     start,
     train,
     wait_for_steps,
-)
+)  # fmt: skip
 from toolkit.checkpoint import folder as folders
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.multiprocess]
@@ -32,17 +31,8 @@ FILES = {"ddp": "2node", "zero2": "2node_zero2", "zero3": "2node_zero3"}
 
 @pytest.fixture(scope="module")
 def settings(tiny_job: list[str]) -> list[str]:
-    return [
-        *tiny_job,
-        "--max_steps",
-        "8",
-        "--global_batch_size",
-        "12",
-        "--checkpoint_every",
-        "2",
-        "--eval_every",
-        "99",
-    ]
+    words = "--max_steps 8 --global_batch_size 12 --checkpoint_every 2 --eval_every 99"
+    return [*tiny_job, *words.split()]
 
 
 @dataclass(frozen=True)
@@ -57,28 +47,18 @@ class TwoDisks:
     def run(self) -> Path:
         return self.path / "run"
 
-    def start(self, *command: str | Path, **options: Any) -> dict[str, Process]:
-        binds = {"b": {self.path: self.on_b}}
-        return self.hosts.start_both(dict.fromkeys(("a", "b"), command), binds=binds, **options)
-
     def recipe(
         self, way: str, *words: str | Path, script: Sequence[str] = ("recipes/cls.py",)
     ) -> dict[str, Process]:
-        launch = [
-            "--config_file",
-            f"accelerate_configs/{FILES[way]}.yaml",
-            "--main_process_ip",
-            ADDRESSES["a"],
-        ]
-        return self.start(
-            "accelerate", "launch", *script, *launch, *words, "--output_dir", self.run
-        )
+        file = f"accelerate_configs/{FILES[way]}.yaml"
+        launch = ["--config_file", file, "--main_process_ip", ADDRESSES["a"]]
+        command = ["accelerate", "launch", *script, *launch, *words, "--output_dir", self.run]
+        binds = {"b": {self.path: self.on_b}}
+        return self.hosts.start_both(dict.fromkeys(("a", "b"), command), binds=binds)
 
     def train(self, way: str, *words: str | Path) -> dict[str, Finished]:
-        return {
-            host: finished.succeeded()
-            for host, finished in self.finish(self.recipe(way, *words)).items()
-        }
+        done = self.finish(self.recipe(way, *words))
+        return {host: finished.succeeded() for host, finished in done.items()}
 
     def kill_host_b(self, way: str, *words: str | Path) -> dict[str, Finished]:
         """The results of a run whose host B is killed after step 4; its rank takes no fifth."""
@@ -95,9 +75,8 @@ class TwoDisks:
         return (self.path if host == "a" else self.on_b) / "run" / "checkpoints"
 
     def steps(self, host: str) -> list[int | None]:
-        return sorted(
-            folders.step_number(folder) or 0 for folder in folders.readable(self.checkpoints(host))
-        )
+        readable = folders.readable(self.checkpoints(host))
+        return sorted(folders.step_number(folder) or 0 for folder in readable)
 
 
 @pytest.fixture
@@ -114,11 +93,9 @@ def assert_whole(disks: TwoDisks, reference: Path) -> None:
     assert (disks.steps("a"), disks.steps("b")) == ([6, 8], [])
     for name in ("best", "last"):
         assert (disks.checkpoints("a") / name).readlink() == Path("step-00000008")
-    for host in ("a", "b"):
-        there = sorted(
-            path.name for path in disks.checkpoints(host).glob("*") if not path.is_symlink()
-        )
-        assert there == (["step-00000006", "step-00000008"] if host == "a" else [])
+    for host, names in {"a": {"step-00000006", "step-00000008"}, "b": set()}.items():
+        paths = list(disks.checkpoints(host).glob("*"))
+        assert {path.name for path in paths if not path.is_symlink()} == names
         assert list(disks.checkpoints(host).glob(".*")) == []
 
 
@@ -126,7 +103,8 @@ def assert_whole(disks: TwoDisks, reference: Path) -> None:
 def test_killed_and_continued(
     way: str, disks: TwoDisks, settings: list[str], reference: Path
 ) -> None:
-    """Host B is killed and comes back with an empty disk; then one process on the first host converts and resumes."""
+    """Host B is killed and comes back with an empty disk; then one process on the first host
+    converts and resumes."""
     done = disks.kill_host_b(way, *settings)
     assert done["a"].code, done["a"].err[-3000:]
     assert "hostB" in done["a"].err

@@ -18,7 +18,6 @@ from transformers import masking_utils
 
 from recipes import cls
 from toolkit import launch
-from toolkit.models import classifier
 from toolkit.training.steps import Steps
 
 STEPS: list[dict[str, list[str]]] = []
@@ -65,7 +64,6 @@ def noting_finish(steps: Steps, step: Any) -> Iterator[Any]:
 
 
 # as on a GPU, where a mask is not looked at
-classifier.skip_mask_checks = lambda: None
 masking_utils._ignore_bidirectional_mask_sdpa = lambda *given: False
 Steps.__iter__, Steps.finish = noting_begin, noting_finish  # type: ignore[method-assign]
 Accelerator.clip_grad_norm_ = noting_clip

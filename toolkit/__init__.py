@@ -12,7 +12,8 @@ __version__ = "0.1.0"
 _OFFERED = {
     "api": ("convert", "evaluate", "predict", "settings", "wait_for_all"),
     "data.tokens": ("Split",),
-    "evaluation": ("Evaluation", "Outputs", "classification_metrics"),
+    "evaluation.metrics": ("classification_metrics",),
+    "evaluation.outputs": ("Evaluation", "Outputs"),
     "launch": ("make_accelerator",),
     "models.classifier": ("load_classifier",),
     "models.to_bigbird": ("long_model",),

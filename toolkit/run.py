@@ -15,7 +15,7 @@ from accelerate.scheduler import AcceleratedScheduler
 
 from toolkit import launch
 from toolkit.checkpoint.model_folder import load_weights, save_model
-from toolkit.config import PretrainedSettings, TaskSettings, flat, settings_of_features, tasks
+from toolkit.config import PretrainedSettings, flat, settings_of_features, tasks
 from toolkit.data.batches import collator_of
 from toolkit.data.prepare import Prepared, finish_data, prepare_data
 from toolkit.data.tokens import Split, load_tokenizer
@@ -29,7 +29,7 @@ from toolkit.launch.signals import StopRequested
 from toolkit.pretrained import load_config
 from toolkit.report.files import RunFiles
 from toolkit.report.log import RunLog, RunSummary, start_trackers, tracker_names
-from toolkit.results import config_facts, evaluate_best_model
+from toolkit.report.results import config_facts, evaluate_best_model
 from toolkit.training.average import Average, average_as_weights
 from toolkit.training.batch_size import fit_batch_size
 from toolkit.training.checkpoints import Checkpoints
@@ -83,17 +83,12 @@ class Run:
         self._started = time.monotonic()
 
     def load_data(self, model: PretrainedSettings | None = None) -> Prepared:
-        """Reads and tokenizes the files, once per machine, and computes the outputs of a
-        `--teacher`. `model`: the settings of the tokenizer's model, by default `settings.model`.
-        Raises UserError for every fault of the files."""
+        """Reads and tokenizes the files, once per machine. `model`: the settings of the tokenizer's
+        model, by default `settings.model`. Raises UserError for every fault of the files."""
         settings, accelerator = self.settings, self.accelerator
         model = model or settings.model
         self.tokenizer = load_tokenizer(model)
         data = prepare_data(settings, self.tokenizer, load_config(model), accelerator)
-        if isinstance(settings, TaskSettings) and settings.distillation.teacher:
-            from toolkit.evaluation.teacher import add_teacher_logits  # imports the models
-
-            data = add_teacher_logits(accelerator, settings, data, self.tokenizer)
         self.data = finish_data(settings, data, self.tokenizer, accelerator)
         # saved with the model: to truncate texts, and to find their columns, as here
         self.tokenizer.model_max_length = data.max_length
@@ -174,10 +169,8 @@ class Run:
         training = self._steps.settings
         per_device = training.per_device_eval_batch_size or 2 * training.micro_batch_size
         sizes = BatchSizes(per_device, training.max_tokens_per_batch)
-        labels = self.data.labels if self.data.facts.get("labels") else None
-        return Outputs(
-            self.accelerator, split, self.tokenizer, sizes, labels, is_trial=self._is_trial
-        )
+        answers = ClassAnswers(self.data.labels) if self.data.facts.get("labels") else None
+        return Outputs(self.accelerator, split, self.tokenizer, sizes, answers, self._is_trial)
 
     def say(self, line: str) -> None:
         """Prints a line, on one process."""

@@ -12,11 +12,11 @@ import pytest
 from tests.faults import refusal
 from tests.prepared import MODEL
 from toolkit.config import LongTaskSettings, TaskSettings, TextSettings, build
-from toolkit.data.prepare import Prepared, _stratified_sample, prepare_data
+from toolkit.data.prepare import Data, _stratified_sample, prepare_data
 from toolkit.data.read import read_file, read_tables
 
 Row = dict[str, Any]
-Prepare = Callable[..., Prepared]
+Prepare = Callable[..., Data]
 WriteRows = Callable[..., str]
 
 
@@ -30,7 +30,7 @@ def rows_of(classes: dict[str, int], prefix: str = "good film") -> list[Row]:
     return [rows[place] for place in np.random.default_rng(7).permutation(len(rows))]
 
 
-def counts_of(data: Prepared, split: str) -> dict[str, int]:
+def counts_of(data: Data, split: str) -> dict[str, int]:
     labels = getattr(data, split).labels
     return {name: int((labels == place).sum()) for place, name in enumerate(data.labels.names)}
 

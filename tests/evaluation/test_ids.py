@@ -16,6 +16,7 @@ from toolkit.data.batches import Collator
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
 from toolkit.evaluation import Evaluation, classification_metrics, outputs
+from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.outputs import ExactlyOnceError, ids_fault, predict
 from toolkit.launch.signals import StopRequested
 
@@ -111,7 +112,8 @@ def test_an_evaluation_counts_every_sample_once(accelerator: Accelerator) -> Non
     model = Echo()
 
     def evaluation_of(is_trial: bool) -> Evaluation:
-        ours = outputs_of(accelerator, split, labels=labels, is_trial=is_trial)
+        answers = ClassAnswers(labels)
+        ours = outputs_of(accelerator, split, answers=answers, is_trial=is_trial)
         for batch in ours.batches(model):
             logits = model(**batch.inputs).logits.float()
             ours.add(accelerator.gather_for_metrics((batch.ids, logits, logits[:, 1])))

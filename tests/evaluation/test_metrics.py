@@ -39,13 +39,13 @@ def numbers_of(problem: ProblemType, names: str, logits: Any, truth: Any) -> dic
     array = np.array(logits, np.float32)
     split = split_of(problem, truth)
     losses = sample_losses(torch.from_numpy(array), torch.from_numpy(split.labels), problem).numpy()
-    outputs = outputs_of(split, Labels(problem, tuple(names), ("label",)))
+    outputs = outputs_of(split, ClassAnswers(Labels(problem, tuple(names), ("label",))))
     outputs._parts = [[split.rows, array, losses]]
     return outputs.evaluation(classification_metrics).numbers
 
 
-def outputs_of(split: Split, labels: Any = None) -> Outputs:
-    return Outputs(ALONE, split, TOKENIZER, BatchSizes(4), labels)
+def outputs_of(split: Split, answers: Any = None) -> Outputs:
+    return Outputs(ALONE, split, TOKENIZER, BatchSizes(4), answers)
 
 
 def split_of(problem: ProblemType, truth: Any) -> Split:

@@ -1,5 +1,7 @@
-"""Promises: the first failure of a run is the same for all; a member that is gone, stopped or cut off is named."""
+"""Promises: the first failure of a run is the same for all; a member that is gone, stopped or cut
+off is named."""
 
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -18,15 +20,18 @@ NAMES = ["hostA", "hostB", "hostC"]
 def boards(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Board]]:
     """Three members; the first serves the store."""
     monkeypatch.setattr(heartbeat, "_BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(heartbeat, "_SERVE_SECONDS", 0.5)
     server = serve_store("127.0.0.1", 0)
-    clients = [
-        TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=10)) for _ in range(2)
-    ]
+    clients = [TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=9)) for _ in "bc"]
     members = [Board(store, NAMES, me, timeout=60) for me, store in enumerate((server, *clients))]
     yield members
     for member in members:
-        monkeypatch.setattr(member, "_exchange", lambda number: True)  # its thread ends
-        member.leave()
+        end_thread(member, monkeypatch)
+
+
+def end_thread(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board, "_exchange", lambda number: True)
+    board._thread.join(5)
 
 
 def wait_for(board: Board, seconds: float = 10) -> Failure:
@@ -41,35 +46,36 @@ def test_the_first_failure_is_everyones(boards: list[Board]) -> None:
     first = boards[2].publish(Failure("error: the cause", code=7, permanent=True))
     assert [wait_for(board) for board in boards] == [first] * 3
     assert boards[1].publish(Failure("error: an effect")) == first
+    assert boards[0].finish() == first
     assert (first.line, first.code) == ("error: the cause", 7)
 
 
-def test_a_silent_member_is_lost_a_finished_one_is_not(
-    boards: list[Board], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    boards[1].finish()
+def test_a_silent_member_is_lost(boards: list[Board], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(boards[0], "_timeout", 2.0)
-    monkeypatch.setattr(boards[2], "_exchange", lambda number: True)  # its thread ends
+    end_thread(boards[2], monkeypatch)
     lost = wait_for(boards[0])
-    assert "lost the connection to hostC" in lost.line
+    assert "hostC" in lost.line
     assert lost.permanent
 
 
-def test_all_finish_and_none_waits_for_the_store(boards: list[Board]) -> None:
-    for board in boards:
-        board.finish()
-    for board in boards[::-1]:
-        board.leave()
-    assert [board.all_finished for board in boards] == [True] * 3
-    assert [board.failure() for board in boards] == [None] * 3
+def test_members_that_finish_wait_for_the_last(boards: list[Board]) -> None:
+    ends: list[Failure | None] = []
+    threads = [threading.Thread(target=lambda one=one: ends.append(one.finish())) for one in boards]
+    for thread in threads[:2]:
+        thread.start()
+    threads[0].join(0.5)
+    assert ends == []
+    threads[2].start()
+    for thread in threads:
+        thread.join(10)
+    assert ends == [None] * 3
 
 
 def test_a_store_that_is_gone_names_who_served_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "_BEAT_SECONDS", 0.05)
     server = serve_store("127.0.0.1", 0)
-    board = Board(
-        TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=10)), NAMES[:2], 1, 5.0
-    )
+    store = TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=10))
+    board = Board(store, NAMES[:2], 1, 5.0)
     time.sleep(0.5)
     assert board.failure() is None
     del server

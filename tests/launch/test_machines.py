@@ -1,7 +1,6 @@
-"""Promises: which machine this one is, and why, from options, config file and environment; the first one's address;
-what cannot be decided is an error. A store listens on one address."""
+"""Promises: which machine this one is, and why, from options, config file and environment; the
+first one's address; what cannot be decided is an error. A store listens on one address."""
 
-import ipaddress
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 
 from tests.faults import refusal
 from tests.runs import free_port
@@ -24,27 +22,20 @@ FIRST, SECOND, ELSEWHERE = "10.0.0.1", "10.0.0.2", "10.9.9.9"
 def pretend_network(
     monkeypatch: pytest.MonkeyPatch,
     own: Sequence[str] = (),
-    names: Mapping[str, Sequence[str]] | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> None:
-    """Gives this machine the addresses `own` (and 127.0.0.1), and a resolver that knows only `names`."""
-    known = {"localhost": ["127.0.0.1"], **(names or {})}
-
-    interfaces = {
-        name: [SimpleNamespace(family=socket.AF_INET, address=address) for address in addresses]
-        for name, addresses in {"lo": ["127.0.0.1"], "eth0": own}.items()
-    }
+    """Gives this machine the addresses `own` (and 127.0.0.1), and a resolver that knows `names`."""
+    known = {"localhost": "127.0.0.1", **(names or {})}
+    interfaces = {}
+    for name, addresses in {"lo": ["127.0.0.1"], "eth0": own}.items():
+        entries = [SimpleNamespace(family=socket.AF_INET, address=one) for one in addresses]
+        interfaces[name] = entries
 
     def resolve(host: str, port: object, *_: object, **__: object) -> list[Any]:
-        try:
-            addresses: Sequence[str] = [str(ipaddress.ip_address(host))]
-        except ValueError:
-            addresses = known.get(host, [])
-        if not addresses:
+        address = host if host[:1].isdigit() else known.get(host)
+        if not address:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return [
-            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, int(str(port or 0))))
-            for address in addresses
-        ]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, int(str(port or 0))))]
 
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
@@ -54,33 +45,20 @@ Find = Callable[..., Machines]
 
 
 @pytest.fixture
-def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
+def find(monkeypatch: pytest.MonkeyPatch) -> Find:
     """`find({options}, {environment}, own=[...], **config)` -> the machines, by default two."""
 
-    def find_in_file(
+    def find_with(
         options: Mapping[str, str] | None = None,
         env: Mapping[str, str] | None = None,
         own: Sequence[str] = (ELSEWHERE,),
         **config: object,
     ) -> Machines:
         pretend_network(monkeypatch, own)
-        path = tmp_path / "mine.yaml"
-        path.write_text(
-            yaml.safe_dump({"num_machines": 2, **config}, sort_keys=False), encoding="utf-8"
-        )
-        return find_machines(
-            options or {}, yaml.safe_load(path.read_text(encoding="utf-8")), path, env or {}
-        )
+        config = {"num_machines": 2, **config}
+        return find_machines(options or {}, config, Path("mine.yaml"), env or {})
 
-    return find_in_file
-
-
-def test_unclear_ranks_are_errors(find: Find) -> None:
-    """The second of three; an unknown name of the first."""
-    assert find({"main_process_ip": FIRST}, own=[FIRST], num_machines=3).rank == 0
-    says = ("--machine_rank", "up to 2 on the others")
-    refusal(find, {"main_process_ip": FIRST}, own=[SECOND], num_machines=3, says=says)
-    refusal(find, {"main_process_ip": "gpu1"}, own=[SECOND], says=["gpu1"])
+    return find_with
 
 
 @pytest.mark.parametrize(
@@ -113,54 +91,36 @@ def test_source_of_the_rank(
 
 
 @pytest.mark.parametrize(
-    ("options", "env", "source"),
-    [({"machine_rank": "2"}, {}, "--machine_rank"), ({}, {"NODE_RANK": "-1"}, "NODE_RANK"),
-     ({}, {"SLURM_NODEID": "77"}, "SLURM_NODEID")],
-)  # fmt: skip
-def test_rank_out_of_range(
-    find: Find, options: dict[str, str], env: dict[str, str], source: str
-) -> None:
-    says = (
-        f"rank {next(iter({**options, **env}.values()))} ({source})",
-        "mine.yaml",
-        "--machine_rank 0",
-        "up to 1",
-    )
-    refusal(find, {"main_process_ip": FIRST, **options}, env, says=says)
-
-
-def test_placeholder_names_the_file(find: Find, tmp_path: Path) -> None:
-    says = (f"{tmp_path / 'mine.yaml'}: ", PLACEHOLDER, "--main_process_ip")
-    refusal(find, distributed_type="MULTI_GPU", main_process_ip=PLACEHOLDER, says=says)
-
-
-@pytest.mark.parametrize(
-    ("options", "config", "first"),
+    ("options", "env", "config", "says"),
     [
-        ({"main_process_ip": "10.0.1.1"}, {"main_process_ip": "10.0.2.2"}, "10.0.1.1"),
-        ({}, {"main_process_ip": "10.0.2.2"}, "10.0.2.2"),
+        ({}, {}, {"num_machines": 3}, ["--machine_rank", "up to 2"]),  # the second of three?
+        ({"machine_rank": "2"}, {}, {}, ["rank 2 (--machine_rank)", "mine.yaml", "up to 1"]),
+        ({}, {"NODE_RANK": "-1"}, {}, ["rank -1 (NODE_RANK)"]),
+        ({}, {"SLURM_NODEID": "77"}, {}, ["rank 77 (SLURM_NODEID)"]),
+        ({"main_process_ip": "gpu1"}, {}, {}, ["gpu1", "/etc/hosts"]),  # an unknown name
+        ({"main_process_ip": ""}, {}, {"main_process_ip": PLACEHOLDER}, ["mine.yaml", PLACEHOLDER]),
+        ({"machine_rank": "x"}, {}, {}, ["machine_rank", "'x'"]),
+        ({}, {"NODE_RANK": "1.5"}, {}, ["NODE_RANK", "'1.5'"]),
+        ({"main_process_port": "x"}, {}, {}, ["main_process_port", "'x'"]),
     ],
 )
-def test_source_of_the_first_address(
-    find: Find, options: dict[str, str], config: dict[str, Any], first: str
+def test_unclear_machines(
+    find: Find,
+    options: dict[str, str],
+    env: dict[str, str],
+    config: dict[str, object],
+    says: list[str],
 ) -> None:
-    assert find(options, **config).first == first
+    refusal(find, {"main_process_ip": FIRST, **options}, env, [SECOND], says=says, **config)
 
 
-def test_source_of_the_port(find: Find) -> None:
+def test_options_override_the_file(find: Find) -> None:
     address = {"main_process_ip": FIRST}
+    assert find(main_process_ip=SECOND).first == SECOND
+    assert find(address, main_process_ip=SECOND).first == FIRST
     assert find({**address, "main_process_port": "1234"}, main_process_port=4321).port == 1234
     assert find(address, main_process_port=4321).port == 4321
     assert find(address).port == DEFAULT_PORT
-
-
-@pytest.mark.parametrize("garbage", ["x", "1.5"])
-@pytest.mark.parametrize("name", ["machine_rank", "main_process_port", "NODE_RANK", "SLURM_NODEID"])
-def test_invalid_number_names_its_source(find: Find, name: str, garbage: str) -> None:
-    options, env = ({}, {name: garbage}) if name.isupper() else ({name: garbage}, {})
-    refusal(
-        find, {"main_process_ip": FIRST, **options}, env, own=[FIRST], says=[name, repr(garbage)]
-    )
 
 
 @pytest.mark.parametrize(
@@ -169,7 +129,7 @@ def test_invalid_number_names_its_source(find: Find, name: str, garbage: str) ->
      ("gpu2", False), ("nobody", False), ("", False)],
 )  # fmt: skip
 def test_is_this_machine(monkeypatch: pytest.MonkeyPatch, name: str, own: bool) -> None:
-    pretend_network(monkeypatch, [FIRST], {"gpu1": [FIRST], "gpu2": [SECOND], "me": ["127.0.1.1"]})
+    pretend_network(monkeypatch, [FIRST], {"gpu1": FIRST, "gpu2": SECOND, "me": "127.0.1.1"})
     assert is_this_machine(name) is own
 
 
@@ -182,10 +142,10 @@ def test_address_to_serve(
     monkeypatch: pytest.MonkeyPatch, name: str, local: bool, listens: str
 ) -> None:
     """Never all addresses."""
-    pretend_network(monkeypatch, [FIRST], {"gpu1": [FIRST], "me": ["127.0.1.1"]})
+    pretend_network(monkeypatch, [FIRST], {"gpu1": FIRST, "me": "127.0.1.1"})
     monkeypatch.setattr(network, "source_address_for", lambda _: None)  # no route
     assert address_to_serve(name, local) == listens
-    pretend_network(monkeypatch, [FIRST, SECOND], {"me": ["127.0.1.1"]})
+    pretend_network(monkeypatch, [FIRST, SECOND], {"me": "127.0.1.1"})
     refusal(address_to_serve, "me", False, says=["me is 127.0.1.1 here", FIRST, SECOND])
 
 

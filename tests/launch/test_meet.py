@@ -1,4 +1,5 @@
-"""Promises: machines that cannot start together are told so, all of them, with who is missing, double or different."""
+"""Promises: machines that cannot start together all get the same error, which names who is
+missing, double or different."""
 
 import threading
 from collections.abc import Sequence
@@ -7,54 +8,62 @@ from typing import Any
 import pytest
 
 from toolkit.launch import meet as module
-from toolkit.launch.meet import Hello, RendezvousError, meet
+from toolkit.launch.meet import RendezvousError, meet
 from toolkit.launch.network import connect_store, serve_store
 
 NAMES = ["machine 0", "machine 1"]
 REMEDIES = {"missing": "start it", "twin": "pass --machine_rank"}
+Member = tuple[int, dict[str, Any]]
 
 
-def meeting(
-    hellos: Sequence[Hello], monkeypatch: pytest.MonkeyPatch, seconds: float = 10.0
-) -> list[Any]:
-    """What `meet` returns or raises for each hello, in threads; the first serves the store."""
+@pytest.fixture
+def meeting(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`meeting([(number, facts)], seconds)` -> what `meet` returns or raises for each, in threads;
+    the first serves the store."""
     monkeypatch.setattr(module, "_READ_SECONDS", 0.5)
-    server = serve_store("127.0.0.1", 0)
-    stores = [server, *(connect_store("127.0.0.1", server.port, 5) for _ in hellos[1:])]
-    results: list[Any] = [None] * len(hellos)
 
-    def join(place: int) -> None:
-        try:
-            results[place] = meet(stores[place], hellos[place], NAMES, seconds, REMEDIES)
-        except RendezvousError as error:
-            results[place] = str(error)
+    def run(members: Sequence[Member], seconds: float = 10.0) -> list[Any]:
+        server = serve_store("127.0.0.1", 0)
+        stores = [server, *(connect_store("127.0.0.1", server.port, 5) for _ in members[1:])]
+        results: list[Any] = [None] * len(members)
 
-    threads = [threading.Thread(target=join, args=(place,)) for place in range(len(hellos))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+        def join(place: int, number: int, facts: dict[str, Any]) -> None:
+            try:
+                hellos = meet(stores[place], "127.0.0.1", number, NAMES, facts, REMEDIES, seconds)
+                results[place] = [(hello.number, hello.facts) for hello in hellos]
+            except RendezvousError as error:
+                results[place] = str(error)
 
+        threads = []
+        for place, member in enumerate(members):
+            threads.append(threading.Thread(target=join, args=(place, *member)))
+            threads[-1].start()
+        for thread in threads:
+            thread.join()
+        return results
 
-def test_all_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    hellos = [Hello(0, "A", facts={"torch": "2.13"}), Hello(1, "B", facts={"torch": "2.13"})]
-    assert meeting(hellos, monkeypatch) == [hellos, hellos]
-
-
-def test_one_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    (fault,) = meeting([Hello(0, "A")], monkeypatch, 1.0)
-    assert "machine 1 did not come within 1 s" in fault
+    return run
 
 
-@pytest.mark.parametrize(("hellos", "says"), [
-    ([Hello(0, "A"), Hello(0, "B")], "two are machine 0, on "),
-    ([Hello(0, "A", facts={"torch": "2.13"}), Hello(1, "B\x1b[31m", facts={"torch": "2.12"})],
-     "torch is 2.13 on A and 2.12 on B"),
-    ([Hello(0, "A", facts={"num_processes": 2}), Hello(1, "B", facts={"num_processes": 4})], "--num_processes"),
-])  # fmt: skip
-def test_both_raise_what_does_not_match(
-    hellos: list[Hello], says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    faults = meeting(hellos, monkeypatch)
+def test_all_come(meeting: Any) -> None:
+    members = [(0, {"torch": "2.13"}), (1, {"torch": "2.13"})]
+    assert meeting(members) == [members, members]
+
+
+def test_one_is_missing(meeting: Any) -> None:
+    (fault,) = meeting([(0, {})], 1.0)
+    assert "machine 1" in fault
+    assert "start it" in fault
+
+
+@pytest.mark.parametrize(
+    ("members", "says"),
+    [
+        ([(0, {}), (0, {})], "two are machine 0"),
+        ([(0, {"torch": "2.13"}), (1, {"torch": "2.12\x1b[31m"})], "torch is 2.13 on "),
+        ([(0, {"num_processes": 2}), (1, {"num_processes": 4})], "--num_processes"),
+    ],
+)
+def test_all_raise_what_does_not_match(members: list[Member], says: str, meeting: Any) -> None:
+    faults = meeting(members)
     assert [fault for fault in faults if says in fault and "\x1b" not in fault] == faults

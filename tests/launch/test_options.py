@@ -1,9 +1,8 @@
-"""Promises: what follows the script overrides the config file, and starts what both ask for; whatever would be ignored,
-or start another world, is an error."""
+"""Promises: what follows the script overrides the config file, and starts what both ask for;
+whatever would be ignored, or start another world, is an error."""
 
 import json
 import os
-from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from tests.faults import refusal
 from tests.launch.test_environment import DEEPSPEED, OPEN_MPI, SRUN, TORCHRUN
 from tests.launch.test_machines import ELSEWHERE, FIRST, pretend_network
 from toolkit.launch import environment
-from toolkit.launch.environment import TIMEOUTS, timeout_seconds
+from toolkit.launch.environment import TIMEOUTS, timeout_seconds, timeout_variable
 from toolkit.launch.machines import DEFAULT_PORT, PLACEHOLDER
 from toolkit.launch.options import (
     Request,
@@ -40,9 +39,8 @@ by_name = attrgetter("name")
 
 def planned(path: Path | str, **options: str) -> Request:
     words = [f"--{name}={value}" for name, value in options.items()]
-    return plan_launch(
-        split_arguments(["--config_file", str(path), *words])[0], [SCRIPT, "--seed", "3"], {}
-    )
+    parsed, _ = split_arguments(["--config_file", str(path), *words])
+    return plan_launch(parsed, [SCRIPT, "--seed", "3"], {})
 
 
 @pytest.fixture(autouse=True)
@@ -52,38 +50,24 @@ def _network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def deepspeed_file_of(request: Request) -> str | None:
-    if request.deepspeed_config is None:
-        return None
-    path = Path(request.deepspeed_config).resolve()
-    assert path in DEEPSPEED_FILES
-    return path.name
-
-
-@pytest.fixture
-def config_file(tmp_path: Path) -> Callable[..., Path]:
-    def write(text: str = "", **values: object) -> Path:
-        path = tmp_path / "mine.yaml"
-        path.write_text(text or yaml.safe_dump(values), encoding="utf-8")
-        return path
-
-    return write
+    return request.deepspeed_config and Path(request.deepspeed_config).name
 
 
 @pytest.mark.parametrize(
     ("argv", "options", "rest"),
     [
         ("a.yaml --config-file=x.yaml --seed 3", {"config_file": "x.yaml"}, "a.yaml --seed 3"),
-        ("--num_processes 2 --machine_rank=1 --main_process_ip h --main-process-port 5",
-         {"num_processes": "2", "machine_rank": "1", "main_process_ip": "h", "main_process_port": "5"}, ""),
-        ("--max-restarts 2 --rendezvous_timeout=9 --ddp-timeout 8 x",
-         {"max_restarts": "2", "rendezvous_timeout": "9", "ddp_timeout": "8"}, "x"),
-        # deepspeed's launcher adds --local_rank
-        ("--local_rank=1 --deepspeed_config z.json --train_file t",
-         {"deepspeed_config": "z.json", "local_rank": "1"}, "--train_file t"),
+        (
+            "--machine_rank=1 --main-process-port 5",
+            {"machine_rank": "1", "main_process_port": "5"},
+            "",
+        ),
+        ("--rendezvous_timeout=9 x", {"rendezvous_timeout": "9"}, "x"),
+        ("--local_rank=1 --train_file t", {"local_rank": "1"}, "--train_file t"),  # deepspeed's
         ("num_processes --train_file config_file", {}, "num_processes --train_file config_file"),
         ("--config_file a --config_file b", {"config_file": "b"}, ""),
     ],
-)  # fmt: skip
+)
 def test_split(argv: str, options: dict[str, Any], rest: str) -> None:
     parsed, remaining = split_arguments(argv.split())
     assert {name: value for name, value in vars(parsed).items() if value is not None} == options
@@ -93,82 +77,46 @@ def test_split(argv: str, options: dict[str, Any], rest: str) -> None:
 @pytest.mark.parametrize("path", DEEPSPEED_FILES, ids=by_name)
 def test_deepspeed_files(path: Path) -> None:
     loaded = json.loads(path.read_text())
-    assert loaded["zero_optimization"]["stage"] == int(path.stem[4])
-    assert ("offload_optimizer" in loaded["zero_optimization"]) == ("offload" in path.stem)
-    assert ("offload_param" in loaded["zero_optimization"]) == (path.stem == "zero3_offload")
-    ours = (
-        "gradient_clipping",
-        "gradient_accumulation_steps",
-        "train_micro_batch_size_per_gpu",
-        "train_batch_size",
-    )
-    assert {loaded[name] for name in ours} == {"auto"}
+    zero = loaded["zero_optimization"]
+    assert zero["stage"] == int(path.stem[4])
+    assert ("offload_optimizer" in zero) == ("offload" in path.stem)
+    assert ("offload_param" in zero) == (path.stem == "zero3_offload")
     assert not {"optimizer", "scheduler"} & set(loaded)
-    assert any(
-        f"deepspeed_config_file: ds_configs/{path.name}\n" in config.read_text()
-        for config in CONFIGS
-    )
+    line = f"deepspeed_config_file: ds_configs/{path.name}\n"
+    assert [config for config in CONFIGS if line in config.read_text()]
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in CONFIGS if path not in TWO_MACHINES], ids=by_name
-)
-def test_plan_of_one_machine(path: Path) -> None:
-    assert load_config_from_file(str(path)).num_machines == 1  # accelerate itself accepts it
+@pytest.mark.parametrize("path", CONFIGS, ids=by_name)
+def test_plan_of_each_shipped_file(path: Path) -> None:
+    config = load_config_from_file(str(path))  # accelerate itself accepts it
     assert "mixed_precision" not in yaml.safe_load(path.read_text())  # the hardware decides
-    request = planned(path)
+    options: dict[str, str] = {}
+    machines = 2 if path in TWO_MACHINES else 1
+    if machines == 2:
+        assert (config.main_process_ip, config.main_process_port) == (PLACEHOLDER, DEFAULT_PORT)
+        options = {"main_process_ip": "gpu1", "machine_rank": "1", "num_processes": "16"}
+    request = planned(path, **options)
     assert (request.config_file, request.command()[2:]) == (path, [SCRIPT, "--seed", "3"])
-    assert request.processes == (1 if path.stem == "single" else 2)
-    assert (request.machines.count, request.machines.rank) == (1, 0)
-    assert deepspeed_file_of(request) == (
-        f"{path.stem}.json" if path.stem.startswith("zero") else None
-    )
+    assert (request.machines.count, request.machines.rank) == (machines, machines - 1)
+    assert request.processes == (16 if machines == 2 else 1 if path.stem == "single" else 2)
+    strategy = path.stem.removeprefix("2node").removeprefix("_")
+    uses_deepspeed = strategy.startswith("zero")
+    assert deepspeed_file_of(request) == (f"{strategy}.json" if uses_deepspeed else None)
     env = accelerate_environment(request)
-    assert ("ACCELERATE_USE_DEEPSPEED" in env, "ACCELERATE_USE_FSDP" in env) == (
-        path.stem.startswith("zero"), path.stem == "fsdp2")  # fmt: skip
-
-
-@pytest.mark.parametrize("path", TWO_MACHINES, ids=by_name)
-def test_plan_of_two_machines(path: Path) -> None:
-    config = load_config_from_file(str(path))
-    assert (config.num_machines, config.main_process_ip) == (2, PLACEHOLDER)
-    assert (
-        config.main_process_port == DEFAULT_PORT != 29500
-    )  # the typed `accelerate launch` holds that one
-    left_out = {"num_processes", "machine_rank", "mixed_precision"}
-    assert not left_out & set(yaml.safe_load(path.read_text()))
-    options = {"main_process_ip": "gpu1.cluster", "machine_rank": "1", "num_processes": "16"}
-    request = planned(path, **options, main_process_port="1234")
-    machines = request.machines
-    assert (machines.count, machines.rank, machines.first, machines.port) == (
-        2,
-        1,
-        "gpu1.cluster",
-        1234,
-    )
-    assert request.processes == 16
-    stage = path.stem.partition("_")[2].replace("fsdp2", "")
-    assert deepspeed_file_of(request) == (f"{stage}.json" if stage else None)
-    assert ("ACCELERATE_DEEPSPEED_CONFIG_FILE" in accelerate_environment(request)) == bool(stage)
-
-
-@pytest.mark.parametrize(("devices", "each"), [(0, 1), (8, 8)])
-def test_default_processes_of_two_machines(
-    monkeypatch: pytest.MonkeyPatch, devices: int, each: int
-) -> None:
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
-    assert planned(TWO_MACHINES[0], main_process_ip=FIRST, machine_rank="1").processes == 2 * each
+    assert ("ACCELERATE_USE_DEEPSPEED" in env) == uses_deepspeed
+    assert ("ACCELERATE_USE_FSDP" in env) == (strategy == "fsdp2")
 
 
 @pytest.mark.parametrize(
-    ("kind", "processes"), [("MULTI_GPU", 8), ("DEEPSPEED", 8), ("MULTI_CPU", 1), ("NO", 1)]
+    ("kind", "machines", "processes"),
+    [("MULTI_GPU", 1, 8), ("DEEPSPEED", 2, 16), ("MULTI_CPU", 2, 2), ("NO", 1, 1)],
 )
-def test_default_processes_of_one_machine(
-    monkeypatch: pytest.MonkeyPatch, kind: str, processes: int
+def test_default_processes(
+    kind: str, machines: int, processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
-    options: Any = SimpleNamespace(num_processes=None)
-    assert count_processes(options, {"distributed_type": kind}, Path("mine.yaml"), 1) == processes
+    config, options = {"distributed_type": kind}, split_arguments([])[0]
+    assert count_processes(options, config, Path("mine.yaml"), machines) == processes
 
 
 TWO = {"main_process_ip": FIRST, "machine_rank": "0"}
@@ -196,39 +144,28 @@ def test_invalid_options(path: str, options: dict[str, str], words: str) -> None
     refusal(planned, f"accelerate_configs/{path}.yaml", **options, match=words)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["- a\n", "a: [\n", "num_processes: 2\n", "distributed_type: MULTI_GPU\nnum_machines: two\n",
-     "distributed_type: MEGATRON_LM\nnum_processes: 2\n"],
-)  # fmt: skip
-def test_invalid_config_files(config_file: Callable[..., Path], text: str) -> None:
-    path = config_file(text)
+CPU = "distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n"
+INVALID = ["- a\n", "a: [\n", "num_processes: 2\n", "distributed_type: MEGATRON_LM\n"]
+
+
+@pytest.mark.parametrize("text", [*INVALID, "distributed_type: MULTI_GPU\nnum_machines: two\n"])
+def test_invalid_config_files(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
     refusal(planned, path, says=[str(path)])
 
 
 def test_options_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # files are found from another folder
-    options = {
-        "num_processes": "7",
-        "max_restarts": "3",
-        "deepspeed_config": "ds_configs/zero3.json",
-    }
-    request = planned("accelerate_configs/zero2.yaml", **options)
-    assert request.config_file == REPOSITORY / "accelerate_configs/zero2.yaml"
-    assert (request.processes, request.max_restarts, deepspeed_file_of(request)) == (
-        7,
-        3,
-        "zero3.json",
-    )
+    options = {"num_processes": "7", "max_restarts": "3"}
+    file = "accelerate_configs/zero2.yaml"
+    request = planned(file, **options, deepspeed_config="ds_configs/zero3.json")
+    assert request.config_file == REPOSITORY / file
+    assert (request.processes, request.max_restarts) == (7, 3)
+    assert deepspeed_file_of(request) == "zero3.json"
 
 
-OTHERS = {
-    "HOME": "/h",
-    "PATH": "/bin",
-    "CUDA_VISIBLE_DEVICES": "0",
-    "NCCL_DEBUG": "INFO",
-    "NODE_RANK": "1",
-}
+OTHERS = {"HOME": "/h", "CUDA_VISIBLE_DEVICES": "0", "NCCL_DEBUG": "INFO", "NODE_RANK": "1"}
 
 
 @pytest.mark.parametrize("outer", [TORCHRUN, DEEPSPEED, OPEN_MPI, SRUN])
@@ -240,20 +177,18 @@ def test_clean_environment(outer: dict[str, str]) -> None:
 
 @pytest.fixture
 def _no_variables(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> None:
-    for name in ("NODE_RANK", "SLURM_NODEID", *(variable for variable, _ in TIMEOUTS.values())):
+    for name in ("NODE_RANK", "SLURM_NODEID", *map(timeout_variable, TIMEOUTS)):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.usefixtures("_no_variables")
-def test_what_accelerate_would_misread(config_file: Callable[..., Path]) -> None:
-    path = config_file(distributed_type="MULTI_CPU", num_processes=2, use_cpu=True)
-    request = take_options([SCRIPT, "--config_file", str(path)], None)[1]
-    assert request is not None
+def test_a_file_for_cpus(tmp_path: Path) -> None:
+    """`accelerate launch` would start one process."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(CPU)
+    request = planned(path)
     assert request.processes == 2
-    env = accelerate_environment(request)
-    assert (env["ACCELERATE_USE_CPU"], env["ACCELERATE_MIXED_PRECISION"]) == ("true", "no")
-    env = accelerate_environment(planned(config_file("distributed_type: NO\nnum_processes: 2\n")))
-    assert env["ACCELERATE_MIXED_PRECISION"] == "no"
+    assert accelerate_environment(request)["ACCELERATE_USE_CPU"] == "true"
 
 
 @pytest.mark.usefixtures("_no_variables")
@@ -264,42 +199,39 @@ def test_only_local_rank_0_relaunches() -> None:
     assert left.value.code == 0
 
 
-TORCHRUN_8 = {
-    "RANK": "0",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "0",
-    "LOCAL_WORLD_SIZE": "8",
-    "TORCHELASTIC_RUN_ID": "none",
-}
+TORCHRUN_8 = TORCHRUN | {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
+BY_ACCELERATE = TORCHRUN_8 | {"ACCELERATE_USE_CPU": "no"}
+DDP = "--config_file accelerate_configs/ddp.yaml"
+TWO_NODES = "--config_file accelerate_configs/2node.yaml --main_process_ip 10.0.0.1"
 
 
 @pytest.mark.parametrize(
     ("outer", "before", "behind", "says"),
     [
         # a config file for one machine, and several started
-        *((outer, "", "--config_file accelerate_configs/ddp.yaml", "2node.yaml")
-          for outer in (SRUN | {"SLURM_PROCID": "0"}, TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"})),
-        (TORCHRUN_8, "", "--config_file accelerate_configs/zero3.yaml", "--num_processes"),
-        (TORCHRUN_8, "", "--config_file accelerate_configs/ddp.yaml --num_processes 8", ""),
-        (TORCHRUN_8 | {"CROSS_SIZE": "1"}, "", "--config_file accelerate_configs/zero3.yaml", "deepspeed started 8"),
-        (TORCHRUN_8 | {"ACCELERATE_USE_CPU": "no"}, "", "--config_file accelerate_configs/ddp.yaml", ""),
-        # the parent's options
-        *((TORCHRUN_8 | {"ACCELERATE_USE_CPU": "no"}, option, "--config_file accelerate_configs/ddp.yaml",
-           option.partition(" ")[0].partition("=")[0])
-          for option in ("--num_processes 4", "--num-processes=4", "--mixed_precision no", "--use_fsdp")),
-        ({}, "--num_cpu_threads_per_process 2", "--config_file accelerate_configs/ddp.yaml --num_processes 4", ""),
-        ({}, "", "--config_file accelerate_configs/2node.yaml --main_process_ip 10.0.0.1", ""),
+        (SRUN | {"SLURM_PROCID": "0"}, "", DDP, "2node.yaml"),
+        (TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}, "", DDP, "2node.yaml"),
+        # another number of processes
+        (TORCHRUN_8, "", DDP, "--num_processes"),
+        (TORCHRUN_8 | {"CROSS_SIZE": "1"}, "", DDP, "deepspeed started 8"),
+        (TORCHRUN_8, "", f"{DDP} --num_processes 8", ""),
+        (BY_ACCELERATE, "", DDP, ""),  # its default
+        # options that the config file after the script replaces
+        (BY_ACCELERATE, "--num-processes=4", DDP, "--num-processes"),
+        (BY_ACCELERATE, "--mixed_precision no", DDP, "--mixed_precision"),
+        (BY_ACCELERATE, "--use_fsdp", DDP, "--use_fsdp"),
+        ({}, "--num_cpu_threads_per_process 2", f"{DDP} --num_processes 4", ""),
+        ({}, "", TWO_NODES, ""),
     ],
-)  # fmt: skip
+)
 @pytest.mark.usefixtures("_no_variables")
 def test_what_would_have_no_effect(
     monkeypatch: pytest.MonkeyPatch, outer: dict[str, str], before: str, behind: str, says: str
 ) -> None:
     """Each would silently train another way than requested, or a model per machine."""
     line = ["python", "/bin/accelerate", "launch", *before.split(), SCRIPT, *behind.split()]
-    monkeypatch.setattr(
-        environment.psutil, "Process", lambda _: SimpleNamespace(cmdline=lambda: line)
-    )
+    parent = SimpleNamespace(cmdline=lambda: line)
+    monkeypatch.setattr(environment.psutil, "Process", lambda _: parent)
     os.environ.update(outer)
     if says:
         refusal(take_options, [SCRIPT, *behind.split()], None, says=[says])
@@ -309,26 +241,24 @@ def test_what_would_have_no_effect(
 
 @pytest.mark.parametrize(
     ("argument", "match"),
-    [("--max_restarts", "expected one argument"),
-     *((f"--{option}", "add --config_file")  # launch options without one
-       for option in ("num_processes=2", "max_restarts=1", "machine_rank=0")),
-     *((f"--{name}={seconds}", seconds) for name in TIMEOUTS for seconds in ("0", "x"))],
-)  # fmt: skip
-@pytest.mark.usefixtures("_no_variables")
-def test_refused_before_a_launch(argument: str, match: str) -> None:
-    refusal(
-        take_options, [SCRIPT, argument], None, match=rf"{argument[2:].partition('=')[0]}.*{match}"
-    )
-
-
-@pytest.mark.parametrize(
-    ("option", "usual"), [("rendezvous_timeout", 60), ("ddp_timeout", 1800), ("peer_timeout", 30)]
+    [
+        ("--max_restarts", "expected one argument"),
+        ("--num_processes=2", "add --config_file"),
+        ("--machine_rank=0", "add --config_file"),
+        ("--rendezvous_timeout=0", "0"),
+        ("--ddp_timeout=x", "x"),
+    ],
 )
 @pytest.mark.usefixtures("_no_variables")
-def test_timeouts_reach_the_processes(option: str, usual: int) -> None:
-    assert timeout_seconds(option) == usual
-    assert take_options([SCRIPT, f"--{option}", "77", "--seed", "3"], None) == (
-        [SCRIPT, "--seed", "3"],
-        None,
-    )
+def test_refused_before_a_launch(argument: str, match: str) -> None:
+    name = argument[2:].partition("=")[0]
+    refusal(take_options, [SCRIPT, argument], None, match=rf"{name}.*{match}")
+
+
+@pytest.mark.parametrize("option", TIMEOUTS)
+@pytest.mark.usefixtures("_no_variables")
+def test_timeouts_reach_the_processes(option: str) -> None:
+    assert timeout_seconds(option) == TIMEOUTS[option]
+    words = [SCRIPT, f"--{option}", "77", "--seed", "3"]
+    assert take_options(words, None) == ([SCRIPT, "--seed", "3"], None)
     assert timeout_seconds(option) == 77

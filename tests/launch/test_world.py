@@ -1,162 +1,128 @@
-"""Promises: a world that is not the one asked for is an error, as is a config that is ignored, or trains otherwise."""
+"""Promises: the processes are those that were requested; configs that this toolkit does not support
+are errors; each process has its cores and its GPU."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.commands.config import config_args
-from accelerate.state import PartialState
+from accelerate.utils import DistributedType
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-from tests.conftest import REPOSITORY
 from tests.faults import refusal
-from toolkit.launch import environment, launch_info, require_equal, strategy, world
-from toolkit.launch.environment import MARKER, Place, accelerate_launch_words
-from toolkit.launch.strategy import parse_launch
-from toolkit.launch.world import verify_world
+from tests.runs import CONFIGS
+from toolkit.launch import environment, strategy, world
+from toolkit.launch.environment import MARKER, Place
+from toolkit.launch.strategy import requested_processes
+from toolkit.launch.world import require_equal, verify_world
 from toolkit.utils import memory
 
-DDP = str(REPOSITORY / "accelerate_configs" / "ddp.yaml")
-SINGLE = str(REPOSITORY / "accelerate_configs" / "single.yaml")
 ALONE = Place("python", 0, 1, 0, 1)
-OPTION = "accelerate launch --num_processes"
+DDP, SINGLE = str(CONFIGS / "ddp.yaml"), str(CONFIGS / "single.yaml")
 
 
+@pytest.mark.parametrize("default", ["none.yaml", DDP])  # the user's own config file
 @pytest.mark.parametrize(
     ("line", "requested"),
     [
-        ("python /bin/accelerate launch --num_processes 2 cls.py", (2, OPTION)),
-        ("python /bin/accelerate launch --num-processes=3 --multi_gpu -m toolkit", (3, OPTION)),
-        (f"python /bin/accelerate launch --config_file {DDP} cls.py", (2, DDP)),
-        (f"python -m accelerate.commands.launch --config_file={SINGLE} cls.py", (1, SINGLE)),
-        (f"/bin/accelerate-launch --config_file {SINGLE} --num_processes 5 cls.py", (5, OPTION)),
+        ("python /bin/accelerate launch --num_processes 2 cls.py", 2),
+        ("python /bin/accelerate launch --num-processes=3 --multi_gpu -m toolkit", 3),
+        (f"python /bin/accelerate launch --config_file {DDP} cls.py", 2),
+        (f"python -m accelerate.commands.launch --config_file={SINGLE} cls.py", 1),
+        (f"/bin/accelerate-launch --config_file {SINGLE} --num_processes 5 cls.py", 5),
         # after the script: the script's own
         (f"python /bin/accelerate launch cls.py --num_processes 2 --config_file {SINGLE}", None),
-        ("python /bin/accelerate launch cls.py", None),
-        ("python /bin/accelerate launch --config_file nowhere.yaml cls.py", None),
-        ("python launch --num_processes 2 cls.py", None),
+        ("python launch --num_processes 2 cls.py", 1),
     ],
 )
-@pytest.mark.parametrize(
-    "own", ["none.yaml", DDP], ids=["no file of the user's", "the user's own file"]
-)
-def test_parse_launch(
-    line: str, requested: tuple[int, str] | None, own: str, monkeypatch: pytest.MonkeyPatch
+def test_processes_that_accelerate_launch_requests(
+    line: str,
+    requested: int | None,
+    default: str,
+    monkeypatch: pytest.MonkeyPatch,
+    no_launcher: None,
 ) -> None:
-    monkeypatch.setattr(config_args, "default_config_file", own)
-    monkeypatch.setattr(
-        environment.psutil, "Process", lambda _: SimpleNamespace(cmdline=line.split)
-    )
-    config = parse_launch(accelerate_launch_words() or ["cls.py"])
-    if own == DDP and requested is None and "nowhere" not in line:  # names no file
-        requested = 2, DDP
-    assert (config.get("num_processes"), config.get("source")) == (requested or (None, None))
-
-
-def test_mixed_precision_of_a_launch(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text(
-        "distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: bf16\n"
-    )
-    for option, precision in (("", "bf16"), ("--mixed_precision fp16", "fp16")):
-        words = f"--config_file {tmp_path}/mine.yaml {option} cls.py".split()
-        assert parse_launch(words)["mixed_precision"] == precision
-
-
-def test_command_is_known_after_its_launcher_has_ended(
-    no_launcher: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`deepspeed` ends at Ctrl-C, and the run prints the command later."""
-    lines = ("python3 -m deepspeed.launcher.launch long.py", "/bin/python /bin/deepspeed long.py",
-             "timeout 60 deepspeed long.py")  # fmt: skip
-    above = [SimpleNamespace(cmdline=line.split) for line in lines]
-    monkeypatch.setattr(environment.sys, "argv", ["long.py", "--local_rank=0"])
-    monkeypatch.setattr(
-        environment.psutil, "Process", lambda: SimpleNamespace(parents=lambda: above)
-    )
-    launch_info.cache_clear()
-    assert launch_info()["command"] == "python /bin/deepspeed long.py"
-    del above[1:]  # cached
-    assert launch_info()["command"] == "python /bin/deepspeed long.py"
-    launch_info.cache_clear()
+    monkeypatch.setattr(config_args, "default_config_file", default)
+    parent = SimpleNamespace(cmdline=line.split)
+    monkeypatch.setattr(environment.psutil, "Process", lambda _: parent)
+    if requested is None:
+        requested = 2 if default == DDP else 1
+    assert requested_processes(ALONE)[0] == requested
 
 
 def test_wrong_world_size(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     verify_world(ALONE)
-    assert launch_info()["config_file"] is None
     monkeypatch.setenv(MARKER, json.dumps({"num_processes": 4, "config_file": "my.yaml"}))
     refusal(verify_world, ALONE, match=r"my\.yaml asks for 4 processes, and 1 joined")
 
 
 ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+USES, FILE = "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 ZERO3 = {"TOOLKIT_DEEPSPEED_CONFIG": "ds_configs/zero3.json"}
-BY_ACCELERATE = {
-    "ACCELERATE_USE_DEEPSPEED": "true",
-    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "mine.json",
-}
+MINE = {USES: "1", FILE: "mine.json", ACCUMULATION: "auto"}
 
 
 @pytest.mark.parametrize(
     ("env", "launcher", "chosen"),
-    [({}, "deepspeed", "zero2.json"), (ZERO3, "deepspeed", "zero3.json"), (BY_ACCELERATE, "accelerate", "mine.json"),
-     (BY_ACCELERATE | ZERO3, "accelerate", "zero3.json"),
-     (BY_ACCELERATE | {"ACCELERATE_USE_DEEPSPEED": "1", ACCUMULATION: "auto"}, "accelerate", "mine.json")],
-)  # fmt: skip
+    [
+        ({}, "deepspeed", "zero2.json"),
+        (ZERO3, "deepspeed", "zero3.json"),
+        (MINE, "accelerate", "mine.json"),
+        (MINE | ZERO3, "accelerate", "zero3.json"),
+    ],
+)
 def test_deepspeed_config_after_the_script_is_used(
-    env: dict[str, str],
-    launcher: str,
-    chosen: str,
-    no_launcher: None,
-    monkeypatch: pytest.MonkeyPatch,
+    env: dict[str, str], launcher: str, chosen: str, no_launcher: None
 ) -> None:
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
+    os.environ.update(env)
     for _ in range(2):  # each model of the process
         assert strategy.use_deepspeed(Place(launcher, 0, 1, 0, 1), "cpu")
-        assert Path(world.os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).name == chosen
-        assert (
-            world.os.environ["ACCELERATE_USE_DEEPSPEED"],
-            world.os.environ.get(ACCUMULATION),
-        ) == ("true", None)
-        monkeypatch.delenv("TOOLKIT_DEEPSPEED_CONFIG", raising=False)
+        assert Path(os.environ[FILE]).name == chosen
+        assert (os.environ[USES], os.environ.get(ACCUMULATION)) == ("true", None)
+        os.environ.pop("TOOLKIT_DEEPSPEED_CONFIG", None)
 
 
-def test_keys_of_an_fsdp_config(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_valid_fsdp_config(accelerator: Accelerator) -> None:
     """`accelerate config` writes fsdp_cpu_ram_efficient_loading: true."""
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
-    monkeypatch.setenv("FSDP_AUTO_WRAP_POLICY", "")  # so that it is unset after the test
-    monkeypatch.delenv("FSDP_AUTO_WRAP_POLICY")
+    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "true"
     strategy.check_config()
     plugin = FullyShardedDataParallelPlugin()
     assert not plugin.cpu_ram_efficient_loading
     assert plugin.auto_wrap_policy is transformer_auto_wrap_policy
-    for name, value, says in (("IGNORED_MODULES", "bert.embeddings", "remove it"),
-                              ("ACTIVATION_CHECKPOINTING", "true", "--gradient_checkpointing true")):  # fmt: skip
-        monkeypatch.setenv(f"FSDP_{name}", value)
-        refusal(strategy.check_config, says=[f"fsdp_{name.lower()}", says])
-    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")  # torch raises: it pins the memory for a GPU
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("FSDP_VERSION", "1", ["fsdp_version: 2"]),
+        ("FSDP_IGNORED_MODULES", "bert.embeddings", ["fsdp_ignored_modules", "remove it"]),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "true", ["--gradient_checkpointing true"]),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", ["parallelism_config"]),
+    ],
+)
+def test_unsupported_configs(name: str, value: str, says: list[str], no_launcher: None) -> None:
+    os.environ.update({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", name: value})
+    refusal(strategy.check_config, says=says)
+
+
+def test_fsdp_with_what_it_cannot_do(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_OFFLOAD_PARAMS="true", **ZERO3)
     monkeypatch.setattr(PartialState(), "num_processes", 2)
     refusal(world._set_sharded_type, PartialState(), True, says=["fsdp_offload_params", "false"])
-    for name, value in ZERO3.items():
-        monkeypatch.setenv(name, value)
-    refusal(
-        strategy.use_deepspeed,
-        ALONE,
-        "cpu",
-        says=["--deepspeed_config ds_configs/zero3.json", "FSDP"],
-    )
-    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-    refusal(strategy.check_config, match="parallelism_config")
+    refusal(strategy.use_deepspeed, ALONE, "cpu", says=["--deepspeed_config", "FSDP"])
 
 
 def test_a_second_accelerator_is_sharded_too(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On GPUs accelerate looks at the plugin where the type is MULTI_GPU, and then sets it to FSDP."""
+    """On GPUs accelerate looks at the plugin if the type is MULTI_GPU, and then sets it to FSDP."""
     state = PartialState()
     monkeypatch.setattr(state, "distributed_type", DistributedType.FSDP)
     world._set_sharded_type(state, False)
@@ -165,40 +131,46 @@ def test_a_second_accelerator_is_sharded_too(
 
 @pytest.mark.parametrize(
     ("launcher", "limit", "per_task", "threads"),
-    [("torchrun", None, "8", 2), ("torchrun", "max 100000", None, 2), ("torchrun", "350000 100000", None, 1),
-     ("srun", None, None, 2), ("srun", None, "8", 8),
-     ("srun", None, "2", 2), ("srun", "350000 100000", "8", 4)],
-)  # fmt: skip
+    [
+        ("torchrun", None, "8", 2),
+        ("torchrun", "max 100000", None, 2),
+        ("torchrun", "350000 100000", None, 1),
+        ("srun", None, None, 2),
+        ("srun", None, "8", 8),
+        ("srun", "350000 100000", "8", 4),
+    ],
+)
 def test_cores_per_process(
-    launcher: str, limit: str | None, per_task: str | None, threads: int, no_launcher: None, tmp_path: Path,
+    launcher: str,
+    limit: str | None,
+    per_task: str | None,
+    threads: int,
+    no_launcher: None,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """Four processes, of which Slurm has bound this one to 8 cores; in a container with a limit."""
-    monkeypatch.setattr(world.os, "sched_getaffinity", lambda _: range(8))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
     monkeypatch.setattr(memory, "_CGROUP", tmp_path)
     if limit:
         (tmp_path / "cpu.max").write_text(f"{limit}\n")
-    world.os.environ |= {"SLURM_CPUS_PER_TASK": per_task} if per_task else {}
+    if per_task:
+        os.environ["SLURM_CPUS_PER_TASK"] = per_task
     assert world._cores_per_process(Place(launcher, 0, 4, 0, 4)) == threads
 
 
 def test_require_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    others = [
-        (f"rank {rank}", {"mixed precision": name}) for rank, name in ((1, "fp16"), (2, "bf16"))
-    ]
+    others = [("rank 1", {"seed": 2}), ("rank 2", {"seed": 1})]
     monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: [*mine, *others])
     several: Any = SimpleNamespace(num_processes=3, process_index=0)
-    words = "mixed precision is bf16 on rank 0, rank 2 and fp16 on rank 1"
-    refusal(require_equal, several, "--mixed_precision", {"mixed precision": "bf16"}, match=words)
+    words = "seed is 1 on rank 0, rank 2 and 2 on rank 1"
+    refusal(require_equal, several, "the settings", {"seed": 1}, match=words)
 
 
 def test_more_processes_than_gpus(no_launcher: None) -> None:
-    place = Place("torchrun", 3, 4, 3, 4)
-    for enough in (4, 8):
-        world._check_number_of_gpus(place, enough)
-    refusal(world._check_number_of_gpus, place, 2, match="4 processes .* 2 GPUs: start 2 in all")
-    refusal(
-        world._check_number_of_gpus, Place("mpirun", 7, 8, 3, 4), 2, match="start 4 in all"
-    )  # on two machines
+    world._check_number_of_gpus(Place("torchrun", 3, 4, 3, 4), 4)
+    for place in Place("torchrun", 3, 4, 3, 4), Place("mpirun", 7, 8, 3, 4):  # one, two machines
+        total = place.world_size // 2
+        refusal(world._check_number_of_gpus, place, 2, match=f"2 GPUs: start {total} in all")
     world._check_number_of_gpus(Place("srun", 1, 2, 1, 2), 1)  # a scheduler shows each process one
-    assert world.os.environ["LOCAL_RANK"] == "0"
+    assert os.environ["LOCAL_RANK"] == "0"

@@ -3,13 +3,10 @@
 import copy
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from toolkit.training.estimate import count_activations
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     BigBirdConfig,
     BigBirdForCausalLM,
@@ -19,11 +16,9 @@ from transformers import (
 
 from tests.faults import refusal
 from toolkit.models import bigbird
-from toolkit.models.attention import _finite, head_groups
 from toolkit.models.bigbird import gathered, plan
-from toolkit.models.bigbird.attention import flex
 from toolkit.models.bigbird.plan import Pattern
-from toolkit.training.steps import _explanation
+from toolkit.models.head_groups import head_groups
 
 SMALL: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
@@ -93,8 +88,10 @@ def compare(
         outputs.append((hidden.detach(), {"inputs": embedded.grad, **grads}))
     (hidden, grads), (expected_hidden, expected_grads) = outputs
     torch.testing.assert_close(hidden, expected_hidden, rtol=forward, atol=forward)
-    assert grads.keys() == expected_grads.keys()
     for name, expected in expected_grads.items():
+        if name not in grads:  # of the word embeddings that pad a batch to blocks
+            assert not expected.any(), name
+            continue
         scale = expected.abs().max().clamp(min=1.0).item()
         torch.testing.assert_close(
             grads[name] / scale, expected / scale, rtol=backward, atol=backward, msg=name
@@ -221,9 +218,6 @@ def test_bfloat16_weights_and_autocast(training: bool) -> None:
     logits.float().sum().backward()
     with torch.autocast("cpu", torch.bfloat16):
         cast = model(**inputs).logits
-        with pytest.raises(RuntimeError) as crash:
-            exact(**inputs)
-    assert "--attn_implementation eager" in str(_explanation(Mock(), exact, crash.value))
     cast.float().sum().backward()
     for lowered in (logits, cast):
         assert lowered.dtype == torch.bfloat16
@@ -255,12 +249,6 @@ def test_errors() -> None:
     )
     bigbird.install(model)
     refusal(model, **batch(1024), output_attentions=True, match="output_attentions")
-    refusal(
-        model, **batch(1024), attention_mask=torch.ones(2, 1, 1, 1024), match=r"samples, tokens"
-    )
-    refusal(model.bert, match="either input_ids or inputs_embeds")
-    narrow = bigbird.install(make(max_position_embeddings=1000))
-    refusal(narrow, **batch(999), match="--max_length 960")
 
 
 @pytest.mark.parametrize(
@@ -283,46 +271,8 @@ def test_random_generators_do_not_change() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_an_estimate_does_not_change_the_attention() -> None:
-    """It runs the model on tensors without data, before training; they must not be cached."""
-    reference = make().double()
-    reference.bert.pooler.requires_grad_(False)
-    for attention in ("auto", "flex"):
-        model = fast(reference, attention)
-        plan.cached_tables.cache_clear()
-        one, two = (
-            count_activations(model, {"input_ids": (rows, 1024)}, "cpu", "no", True)
-            for rows in (1, 2)
-        )
-        assert one < two
-        assert model.bert.fast_attention == attention
-        compare(bigbird.install(model, "gathered"), reference, batch(1024, "right"), 1e-12, 1e-12)
-    # memory is that of the kernel, which pads 17 blocks to 32
-    with FakeTensorMode():
-        query = torch.empty(1, 2, 17 * 64, 8)
-        output = flex(query, query, query, None, Pattern(0, 2, 64, 3, 4096, 17 * 64, True))
-    assert (output.shape, output.untyped_storage().nbytes()) == (query.shape, 2 * 32 * 64 * 8 * 4)
-    # a table made in inference mode works in training
-    plan.cached_tables.cache_clear()
+def test_tables_made_in_inference_mode_work_in_training() -> None:
+    plan.tables.cache_clear()
     with torch.inference_mode():
         made = plan.tables(Pattern(0, 2, 64, 3, 4096, 1024, True))
     assert not any(table.is_inference() for table in made.values())
-
-
-def test_the_mask_of_a_short_batch_is_not_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An addition to (B, 1, S, S) would be a pass over as many numbers as a head's scores."""
-    sizes: list[int] = []
-    monkeypatch.setattr(
-        "toolkit.models.attention._finite", lambda mask: sizes.append(mask.numel()) or _finite(mask)
-    )
-    fast(make(attention_probs_dropout_prob=0.1))(**batch(100, "tail"))
-    assert sizes == [200, 200]  # of two layers
-
-
-def test_torch_func_is_refused() -> None:
-    model, inputs = fast(make()), batch(800)
-
-    def output(weights: dict[str, Any]) -> torch.Tensor:
-        return torch.func.functional_call(model, weights, (), inputs).logits.sum()
-
-    refusal(torch.func.grad(output), dict(model.named_parameters()), says=["eager"])

@@ -91,40 +91,26 @@ def test_few_shapes_are_compiled_each_once(
     assert not [each for each in recwarn if "flex_attention has no kernel" in str(each.message)]
 
 
-LIMITS = {
-    "ours": "2 shapes have been compiled",
-    "torch's": "FailOnRecompileLimitHit",
-    "none": "division by zero",
-}
-
-
-@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("limit", [2, 0])
 def test_one_shape_too_many_is_gathered(
-    limit: str,
+    limit: int,
     compiled: list[Any],
     monkeypatch: pytest.MonkeyPatch,
     recwarn: pytest.WarningsRecorder,
 ) -> None:
-    if limit == "ours":
-        monkeypatch.setattr(ways, "_MAX_SHAPES", 2)
-    else:
-        real, broken = torch.compile, limit != "torch's"
-        more = {"backend": lambda *_: 1 / 0} if broken else {"recompile_limit": 2}
-        monkeypatch.setattr(
-            torch, "compile", lambda function, **options: real(function, **{**options, **more})
-        )
+    """`limit` kernels can be compiled."""
+    real = torch.compile
+    more = {"recompile_limit": limit} if limit else {"backend": lambda *_: 1 / 0}
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: real(function, **{**options, **more})
+    )
     reference = small()
     model = fast(reference, "flex")
     for samples, length in 2 * BATCHES:
         assert_same(model, reference, samples, length)
-    works = sum(ways._compiles.values())
-    assert len(compiled) == works == (0 if limit == "none" else 2)  # no kernel can be compiled
+    assert len(compiled) == sum(ways._compiles.values()) == limit
     assert len(ways._compiles) > 4
-    (line,) = {
-        str(each.message) for each in recwarn if "flex_attention has no kernel" in str(each.message)
-    }
-    assert LIMITS[limit] in line
-    assert "\n" not in line
+    assert any("no kernel" in str(each.message) for each in recwarn)
 
 
 def test_a_backward_kernel_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +162,7 @@ def test_a_mask_is_built_once_for_each_pattern(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ways, "_make_mask", build)
     monkeypatch.setattr(plan, "random_blocks", draw)
     monkeypatch.setattr(ways, "_run", lambda inputs, score, mask: inputs[0])
-    plan.cached_tables.cache_clear()
+    plan.tables.cache_clear()
     sizes: dict[str, Any] = {
         "block_size": 4,
         "max_position_embeddings": 256,
@@ -194,7 +180,9 @@ def test_a_mask_is_built_once_for_each_pattern(monkeypatch: pytest.MonkeyPatch) 
     # in evaluation all layers read the same blocks
     assert len(made) == len(set(made)) == draw.call_count == 3 * 53 + 53
     # beyond the limit of bytes the oldest are dropped
-    monkeypatch.setattr(ways, "_MAX_MASK_BYTES", sum(size for _, size in ways._masks.values()) // 2)
+    monkeypatch.setattr(
+        ways, "_MAX_MASK_BYTES", sum(mask.size for mask in ways._masks.values()) // 2
+    )
     ways.mask_of(made[0]._replace(seed=99), torch.device("cpu"), torch.float32)
     assert 1 < len(ways._masks) < len(made)
     assert next(reversed(ways._masks))[0].seed == 99

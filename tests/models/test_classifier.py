@@ -1,7 +1,6 @@
 """toolkit/models/classifier.py: loading any classification checkpoint."""
 
 import copy
-import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -11,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForSequenceClassification, masking_utils
+from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from tests.faults import refusal
 from tests.runs import edit_json
@@ -154,14 +154,12 @@ def test_layers_that_are_dropped_at_random_are_not_frozen() -> None:
 def test_masks_on_a_device_are_not_checked(tiny_model: Path) -> None:
     """A check of a meta tensor would raise. On a CPU masks of ones are skipped."""
     load(tiny_model)
-    load(tiny_model)
-    ignored = masking_utils._ignore_bidirectional_mask_sdpa
-    assert not ignored(torch.ones(2, 3, device="meta"), 3, None)
-    assert not masking_utils._ignore_causal_mask_sdpa(torch.ones(2, 3, device="meta"), 3, 3, 0, 0)
-    assert masking_utils._ignore_causal_mask_sdpa(torch.ones(2, 3), 3, 3, 0, 0)
-    assert [
-        ignored(mask, 3, None) for mask in (None, torch.ones(2, 3), torch.tensor([[1, 0]]))
-    ] == [True, True, False]
+    mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    sizes = {"batch_size": 2, "q_length": 3, "kv_length": 3, "allow_is_bidirectional_skip": True}
+    assert mask(**sizes, attention_mask=torch.ones(2, 3)) is None
+    on_device = torch.ones(2, 3, device="meta").bool()
+    made = mask(**sizes, attention_mask=on_device, device="meta")
+    assert made.shape == (2, 1, 3, 3)
 
 
 def test_an_unused_pooler_is_frozen_when_loaded(tmp_path: Path) -> None:
@@ -236,33 +234,6 @@ def test_a_tokenizer_that_cannot_pad_or_is_missing(broken: Path) -> None:
     for path in (*broken.glob("tokenizer*"), broken / "vocab.txt"):
         path.unlink()
     refusal(load_tokenizer, ModelSettings(model_name_or_path=str(broken)), match=f"model {broken}")
-
-
-@pytest.mark.parametrize("family", ["bert", "roberta", "convbert"])
-def test_loading_prints_nothing(
-    family: str,
-    tmp_path: Path,
-    capfd: Any,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = AutoConfig.for_model(family, **FAMILIES.get(family, SIZES))
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
-    logger = logging.getLogger(
-        "transformers"
-    )  # its handler writes to a stream that pytest does not capture
-    monkeypatch.setattr(logger, "propagate", True)
-    type(logger).warning_once.cache_clear()  # type: ignore[attr-defined]
-    capfd.readouterr()
-    load(tmp_path, FIVE)
-    assert capfd.readouterr() == ("", "")
-    assert caplog.messages == []
-
-
-def test_dropout_under_gpt2s_names() -> None:
-    config = AutoConfig.for_model("gpt2")
-    set_dropout(config, 0.3)
-    assert (config.resid_pdrop, config.embd_pdrop, config.attn_pdrop) == (0.3, 0.3, 0.3)
 
 
 def test_models_that_need_an_end_or_ignore_padding(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig
 
 from tests.faults import refusal
 from tests.training.test_optimizer import LAYERS, tiny
@@ -88,30 +88,6 @@ def test_kept_layers_are_evenly_spaced() -> None:
         6,
         [kinds[place] for place in places],
     )
-
-
-@pytest.mark.parametrize(
-    "change", [keep_layers, lambda model, *args: reinit_layers(model, *args, seed=1)]
-)
-def test_layers_in_parts_are_refused(change: Any) -> None:
-    config = AutoConfig.for_model("xlm", emb_dim=16, n_layers=4, n_heads=2, n_words=32)
-    model = AutoModelForSequenceClassification.from_config(config)
-    refusal(change, model, 2, "M", match="_layers 2: M .*norms")
-
-
-def test_blocks_of_layers() -> None:
-    """Funnel's: FSDP2 cannot shard a list."""
-    sizes = {
-        "d_model": 24,
-        "n_head": 2,
-        "d_head": 12,
-        "d_inner": 8,
-        "vocab_size": 50,
-        "num_decoder_layers": 1,
-    }
-    config = AutoConfig.for_model("funnel", block_sizes=[1, 2], **sizes)
-    model = AutoModelForSequenceClassification.from_config(config)
-    assert {type(layer).__name__ for layer in outer_layers(model)} == {"FunnelLayer"}
 
 
 def test_heads_in_a_list_are_no_layers() -> None:

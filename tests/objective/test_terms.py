@@ -15,7 +15,7 @@ from toolkit.data.labels import Labels
 from toolkit.objective import Objective, make_objective
 from toolkit.objective.adversarial import Adversarial
 from toolkit.objective.losses import sample_losses
-from toolkit.objective.second_targets import divergence
+from toolkit.objective.r_drop import divergence
 
 SINGLE, MULTI = "single_label_classification", "multi_label_classification"
 
@@ -180,14 +180,6 @@ def test_a_custom_term_and_terms_that_do_not_fit() -> None:
             label_smoothing_factor=0.1,
             match="--label_smoothing_factor 0.1",
         )
-    refusal(
-        objective_of,
-        None,
-        "regression",
-        teacher="t",
-        distillation_temperature=2,
-        match="temperature 2.0 has no",
-    )
     refusal(
         Adversarial,
         Objective(loss_fn),

@@ -26,8 +26,14 @@ def make_run(
 ) -> Evaluation:  # fmt: skip
     """A run of 40 steps with 4 evaluations, the last the best; without labels a run on titles."""
     folder.mkdir()
-    learned: dict[str, Any] = {"labels": [], "problem_type": "title_generation", "pipeline_tag": "summarization", "title_column": "标题",
-                               "max_target_length": 24}  # fmt: skip
+    learned: dict[str, Any] = {
+        "labels": [],
+        "problem_type": "title_generation",
+        "pipeline_tag": "summarization",
+        "metric_for_best_model": "rougeL",
+        "title_column": "标题",
+        "max_target_length": 24,
+    }
     if labels:
         learned = {"labels": list(labels.names), "problem_type": labels.problem_type}
     count = numbers.get("num_samples", len(predictions))

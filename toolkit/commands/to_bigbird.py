@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import signal
 from pathlib import Path
@@ -14,14 +13,10 @@ from toolkit.utils.features import Command
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    size = functools.partial(add, type=int, metavar="N")
     add("bert", metavar="BERT", help="a folder, a hub name (bert-base-chinese) or demo:minilm")
     add("out", metavar="OUT", help="the folder to create")
-    size("--max_length", default=4096, help="the longest text that OUT reads, in tokens [4096]")
-    size("--block_size", default=64, help="tokens of an attention block [64]")
-    size("--num_random_blocks", default=3, help="random blocks that each block attends to [3]")
-    unchanged = "replace OUT if unchanged since this command wrote it"
-    add("--overwrite", action="store_true", help=unchanged)
+    longest = "the longest text that OUT reads, in tokens [4096]"
+    add("--max_length", type=int, metavar="N", default=4096, help=longest)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -32,8 +27,8 @@ def run(arguments: argparse.Namespace) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns of a missing accelerator
     from toolkit.models.to_bigbird import SparseSizes, to_bigbird
 
-    sizes = SparseSizes(arguments.max_length, arguments.block_size, arguments.num_random_blocks)
-    print("\n".join(to_bigbird(arguments.bert, Path(arguments.out), sizes, arguments.overwrite)))
+    sizes = SparseSizes(arguments.max_length)
+    print("\n".join(to_bigbird(arguments.bert, Path(arguments.out), sizes)))
 
 
 COMMAND = Command(

@@ -12,7 +12,6 @@ from toolkit.config.parse import (
 )
 from toolkit.config.sections import (
     DataSettings,
-    DistillationSettings,
     LongTaskSettings,
     LongTextSettings,
     ModelSettings,
@@ -28,7 +27,6 @@ from toolkit.config.sections import (
 
 __all__ = [
     "DataSettings",
-    "DistillationSettings",
     "LongTaskSettings",
     "LongTextSettings",
     "ModelSettings",

@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import itertools
-import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_h
 
 from pydantic import TypeAdapter, ValidationError
 
-from toolkit.config.sections import LongTaskSettings, TaskSettings
+from toolkit.config.sections import LongTaskSettings, TaskSettings, Values, conflict
 from toolkit.errors import Faults, UserError, did_you_mean, listing
 from toolkit.utils import log
 from toolkit.utils.features import features
@@ -171,10 +169,11 @@ def parse(
         values = _from_yaml(Path(words.pop(0)), fields, faults)
     values = _override(settings_class, values, _from_command_line(words, fields, faults))
     if demo:
-        if _has_data(values) or _has_model(values):
-            faults.extend(_missing_half(values))
-        else:
+        missing = list(_missing_half(values))
+        if len(missing) == 2:
             values = _override(settings_class, _from_yaml(demo, fields, faults), values)
+        else:
+            faults.extend(missing)
     settings = build(settings_class, values, faults)
     level = flat(settings).get("log_level")
     if level:
@@ -184,7 +183,7 @@ def parse(
 
 def build(
     settings_class: type[Settings],
-    values: Mapping[str, Any],
+    values: Values,
     faults: Faults | None = None,
 ) -> Settings:
     """{setting: value} -> the validated dataclass. Raises UserError with all faults."""
@@ -235,34 +234,27 @@ def _value_faults(error: ValidationError) -> Iterator[str]:
             yield f"--{name} {fault['input']!r}: {fault['msg']}"
 
 
-def _has_data(values: Mapping[str, Any]) -> bool:
-    return values.get("train_file") is not None or values.get("dataset_name") is not None
-
-
-def _has_model(values: Mapping[str, Any]) -> bool:
-    return values.get("model_name_or_path") is not None
-
-
-def _missing_half(values: Mapping[str, Any]) -> Iterator[str]:
+def _missing_half(values: Values) -> Iterator[str]:
     """A fault for data without a model, or a model without data."""
-    if not _has_model(values):
+    if values.get("model_name_or_path") is None:
         yield "no model is named: pass --model_name_or_path FOLDER_OR_HUB_NAME"
-    if not _has_data(values):
+    if values.get("train_file") is None and values.get("dataset_name") is None:
         yield "no data is named: pass --train_file FILE or --dataset_name NAME"
 
 
 # --- settings that exclude or need each other
 
 
-def _pairs(settings_class: type, kind: str) -> list[tuple[str, str, str]]:
-    """The `alternatives` or `conflicts` of all sections."""
-    pairs = [getattr(section, kind, ()) for section in sections_of(settings_class).values()]
-    return list(itertools.chain.from_iterable(pairs))
+def _alternatives(settings_class: type) -> list[tuple[str, str, str]]:
+    pairs: list[tuple[str, str, str]] = []
+    for section in sections_of(settings_class).values():
+        pairs += getattr(section, "alternatives", ())
+    return pairs
 
 
-def _override(settings_class: type, lower: Fields, upper: Fields) -> dict[str, Any]:
+def _override(settings_class: type, lower: Values, upper: Values) -> dict[str, Any]:
     """The settings of both; those of `upper` replace the same and the excluded ones of `lower`."""
-    pairs = [(one, other) for one, other, _ in _pairs(settings_class, "alternatives")]
+    pairs = [(one, other) for one, other, _ in _alternatives(settings_class)]
     pairs.append(("num_train_epochs", "max_steps"))  # the second overrides the first
     values = dict(lower)
     for pair in pairs:
@@ -273,18 +265,13 @@ def _override(settings_class: type, lower: Fields, upper: Fields) -> dict[str, A
     return {**values, **upper}
 
 
-def _contradictions(settings_class: type, values: Mapping[str, Any]) -> Iterator[str]:
+def _contradictions(settings_class: type, values: Values) -> Iterator[str]:
     """A fault for each combination of settings that has no effect or no meaning."""
     for section in sections_of(settings_class).values():
-        for name, needed in getattr(section, "needs", {}).items():
-            if values.get(name) is not None and values.get(needed) is None:
-                yield f"--{name} is given without --{needed}"
         if hasattr(section, "contradictions"):
             yield from section.contradictions(values)
-    pairs = _pairs(settings_class, "alternatives") + _pairs(settings_class, "conflicts")
-    for one, other, why in pairs:
-        if values.get(one) is not None and values.get(other) is not None:
-            yield f"--{one} and --{other} contradict each other ({why}): give one of them"
+    for pair in _alternatives(settings_class):
+        yield from conflict(values, *pair)
 
 
 # --- the YAML file, the command line, its help
@@ -356,14 +343,12 @@ def _help_page(
     program: str | None,
 ) -> argparse.ArgumentParser:
     """All settings, by section; argparse only prints them."""
-    width = min(shutil.get_terminal_size().columns, 120)
-    formatter = argparse.RawDescriptionHelpFormatter
     page = argparse.ArgumentParser(
         prog=program,
         usage="%(prog)s [SETTINGS.yaml] [--name value ...]",
         description=description,
         epilog=_LAUNCH,
-        formatter_class=functools.partial(formatter, max_help_position=30, width=width),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
     )
     for section in sections_of(settings_class).values():

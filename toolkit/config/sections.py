@@ -27,6 +27,8 @@ SchedulerName = Literal[
 _Section = TypeVar("_Section")
 Pairs = tuple[tuple[str, str, str], ...]
 """(setting, setting, why they contradict each other)."""
+Values = Mapping[str, Any]
+"""{setting: value}, as they were given."""
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -34,12 +36,23 @@ def section(cls: type[_Section]) -> type[_Section]:
     """Makes a class a section of settings, in a user's recipe too; docstrings of its fields are
     shown in `--help`.
 
-    A section may say which settings contradict each other: `alternatives` (pairs, of which one on
-    the command line replaces the other of the file), `conflicts` (other pairs), `needs` (setting ->
-    another that it needs), and `contradictions(values)`, which yields a line for each other fault
-    in {setting: value}, the values as they were given."""
+    A section may have `contradictions(values)`, which yields a line for each fault of settings that
+    exclude or need each other (`conflict`, `needs`), and `alternatives`: pairs that contradict each
+    other, of which one on the command line replaces the other of the file."""
     strict = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
     return dataclass(frozen=True, kw_only=True, config=strict)(cls)  # type: ignore[return-value]
+
+
+def conflict(values: Values, one: str, other: str, why: str) -> Iterator[str]:
+    """A fault if both are given."""
+    if values.get(one) is not None and values.get(other) is not None:
+        yield f"--{one} and --{other} contradict each other ({why}): give one of them"
+
+
+def needs(values: Values, name: str, other: str) -> Iterator[str]:
+    """A fault if `name` is given without `other`."""
+    if values.get(name) is not None and values.get(other) is None:
+        yield f"--{name} is given without --{other}"
 
 
 @section
@@ -64,17 +77,6 @@ class PretrainedSettings:
 class ModelSettings(PretrainedSettings):
     """The pretrained model and how it is adapted."""
 
-    conflicts: ClassVar[Pairs] = (
-        ("freeze_layers", "lora_r", "LoRA trains only its own matrices"),
-        ("reinit_layers", "lora_r", "LoRA trains only its own matrices"),
-        ("num_hidden_layers", "lora_r", "the adapter would not fit the base model"),
-    )
-    needs: ClassVar[Mapping[str, str]] = {
-        "lora_alpha": "lora_r",
-        "lora_dropout": "lora_r",
-        "lora_target_modules": "lora_r",
-    }
-
     problem_type: ProblemType | None = None
     """The type of the labels; default: inferred from the label column."""
     lora_r: int | None = Field(default=None, ge=1)
@@ -93,17 +95,19 @@ class ModelSettings(PretrainedSettings):
     """Reinitialize this many of the last layers, which may be specialized for the pretraining
     task."""
     num_hidden_layers: int | None = Field(default=None, ge=1)
-    """Keep this many of the pretrained layers, evenly spaced: a smaller student for `teacher`."""
+    """Keep this many of the pretrained layers, evenly spaced."""
+
+    @staticmethod
+    def contradictions(values: Values) -> Iterator[str]:
+        for name in ("lora_alpha", "lora_dropout", "lora_target_modules"):
+            yield from needs(values, name, "lora_r")
+        for name in ("freeze_layers", "reinit_layers", "num_hidden_layers"):
+            yield from conflict(values, name, "lora_r", "LoRA trains only its own matrices")
 
 
 @section
 class ObjectiveSettings:
     """The loss, and imbalanced classes."""
-
-    conflicts: ClassVar[Pairs] = (
-        ("r_drop_alpha", "teacher", "its second pass has no teacher"),
-        ("fgm_epsilon", "teacher", "its second pass has no teacher"),
-    )
 
     loss: Literal["cross_entropy", "focal"] = "cross_entropy"
     """The loss of classes; focal (Lin et al., 2017) gives rows with confident correct predictions
@@ -131,30 +135,13 @@ class ObjectiveSettings:
         return self.focal_gamma if self.loss == "focal" else None
 
     @staticmethod
-    def contradictions(values: Mapping[str, Any]) -> Iterator[str]:
+    def contradictions(values: Values) -> Iterator[str]:
         if values.get("focal_gamma") is not None and values.get("loss") != "focal":
             yield "--focal_gamma has no effect without --loss focal"
         for name in ("r_drop_alpha", "fgm_epsilon"):
+            yield from conflict(values, name, "teacher", "its second pass has no teacher")
             if values.get(name) is not None and values.get("per_device_batch_size") == "auto":
                 yield f"--per_device_batch_size auto measures one pass, and --{name} takes two"
-
-
-@section
-class DistillationSettings:
-    """Distillation from a fine-tuned model."""
-
-    needs: ClassVar[Mapping[str, str]] = {
-        "distillation_temperature": "teacher",
-        "distillation_alpha": "teacher",
-    }
-
-    teacher: str | None = None
-    """A classifier for the same labels, a run's model folder or a hub name; its outputs are
-    cached."""
-    distillation_temperature: float | None = Field(default=None, gt=0)
-    """Divides the logits of teacher and student: above 1 probabilities become softer; default 2."""
-    distillation_alpha: float = Field(default=0.5, ge=0, le=1)
-    """The weight of the teacher's loss; the labels' loss has the rest."""
 
 
 @section
@@ -167,10 +154,9 @@ class TextSettings:
         ("test_file", "dataset_name", "a data set has its own splits"),
         ("validation_file", "validation_split", "rows are held out only without such a file"),
     )
-    needs: ClassVar[Mapping[str, str]] = {"dataset_config_name": "dataset_name"}
 
     train_file: str | None = None
-    """CSV, TSV, JSON, JSONL, Parquet, also .gz, .bz2, .xz; several by a pattern, 'part-*.csv';
+    """CSV, TSV, JSON, JSONL, Parquet, also .gz, .bz2; several by a pattern, 'part-*.csv';
     .txt: only texts."""
     validation_file: str | None = None
     """Evaluated during training; default: a part of the training rows is held out."""
@@ -218,11 +204,11 @@ class TextSettings:
         return [name.strip() for name in (self.column_names or "").split(",") if name.strip()]
 
     @staticmethod
-    def contradictions(values: Mapping[str, Any]) -> Iterator[str]:
-        has_data = values.get("train_file") is not None or values.get("dataset_name") is not None
-        for name in ("validation_file", "test_file"):
-            if values.get(name) is not None and not has_data:
-                yield f"--{name} is given without --train_file: name the file to train on"
+    def contradictions(values: Values) -> Iterator[str]:
+        yield from needs(values, "dataset_config_name", "dataset_name")
+        if values.get("dataset_name") is None:
+            yield from needs(values, "validation_file", "train_file")
+            yield from needs(values, "test_file", "train_file")
 
 
 @section
@@ -232,6 +218,8 @@ class DataSettings(TextSettings):
     label_column: str | None = None
     """Several, `a,b,c`: multi-label for 0/1, regression for other numbers; default: inferred from
     the name."""
+    label_separator: str | None = None
+    """Between the names in one cell of several labels, `|`; default: cells are JSON lists."""
     label_names_file: str | None = None
     """JSON or JSONL: the names of classes that are numbers in the data, `["joy", "anger"]` or
     `{"0": "joy", ...}`."""
@@ -304,7 +292,7 @@ class TrainingSettings:
     seed: int = Field(default=42, ge=0, lt=2**31)
     """Seeds the split, the order of samples, the new head and dropout."""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
-    """auto: the accelerate config's, else bf16, fp16 or no, whichever this hardware computes
+    """auto: the accelerate config's bf16 or fp16, else what rank 0's hardware computes
     fastest."""
     half_precision_gradients: bool = False
     """Reduce gradients between processes in bf16 (fp16 with mixed_precision fp16): half the
@@ -365,7 +353,7 @@ class TrainingSettings:
         return self.per_device_batch_size
 
     @staticmethod
-    def contradictions(values: Mapping[str, Any]) -> Iterator[str]:
+    def contradictions(values: Values) -> Iterator[str]:
         warms_up = values.get("warmup_steps") or values.get("warmup_ratio")
         if warms_up and values.get("lr_scheduler_type") == "constant":
             yield "--lr_scheduler_type constant has no warm-up: use constant_with_warmup"
@@ -406,7 +394,6 @@ class TaskSettings:
     """`MODULE:CLASS` of what the model learns to predict (`toolkit.data.targets.Targets`)."""
 
     model: ModelSettings
-    distillation: DistillationSettings
     data: DataSettings
     objective: ObjectiveSettings
     training: TrainingSettings

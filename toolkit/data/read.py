@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import glob
-import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +16,7 @@ from natsort import natsorted
 from toolkit import demo
 from toolkit.config import TextSettings
 from toolkit.data import text_files
-from toolkit.data.json_files import parse_json, read_json
-from toolkit.data.table import BATCH_ROWS, FileRows, Table
+from toolkit.data.table import FileStart, Table
 from toolkit.errors import UserError, did_you_mean, first_line, listing
 from toolkit.pretrained import check_reachable
 from toolkit.utils.cache import cached_folder, digest_of_file, digest_of_files, digest_of_text
@@ -29,217 +27,85 @@ if TYPE_CHECKING:  # a process whose tokens are cached does not import them
     import pyarrow
 
 FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt")
-_LAYOUT = 4  # increase when the files in a cached folder of rows change
-_OF_FILES = ("encoding", "delimiter", "quoting", "sample_by", "column_names")
 IN_MEMORY_BYTES = 16 << 20
-_WRITTEN_BYTES = 8 << 20
-"""Rows are stored in batches of about this size: mapping the file costs 64 KB of memory for each."""
-# split -> its names in data sets
-_SPLITS = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
+_LAYOUT = 5  # increase when the files in a cached folder of rows change
+_FILE_SETTINGS = ("encoding", "delimiter", "quoting", "sample_by", "column_names")
+_UNUSED = {
+    ".parquet": _FILE_SETTINGS,
+    ".json": ("delimiter", "quoting", "sample_by", "column_names"),
+    ".txt": ("quoting", "column_names"),
+    ".csv": ("sample_by",),
+}
+_SPLIT_NAMES = {
+    "train": ("train",),
+    "validation": ("validation", "valid", "dev"),
+    "test": ("test",),
+}
 
 
 def read_tables(settings: TextSettings, labelled: bool = True) -> dict[str, Table]:
-    """The splits that the settings name: `train`, and `validation` and `test` if given. `labelled`: whether a label
-    column is needed. Raises UserError."""
+    """The splits that the settings name: `train`, and `validation` and `test` if given. `labelled`:
+    whether a label column is needed. Raises UserError."""
     name = settings.dataset_name
-    if not name:
-        files = {split: getattr(settings, f"{split}_file") for split in _SPLITS}
-        for file in filter(None, files.values()):
-            if labelled and Path(file).suffix == ".txt" and not settings.delimiter:
-                raise UserError(
-                    f"{file}: texts alone, without labels, are for `toolkit predict`: pass --delimiter where its lines "
-                    "have several columns (and --column_names if the first line does not name them)"
-                )
-        return {split: read_file(file, settings) for split, file in files.items() if file}
-    splits = (
-        read_demo(name)
-        if name.startswith(demo.PREFIX)
-        else read_hub(name, settings.dataset_config_name)
-    )
-    tables = {
-        split: next(splits[alias] for alias in aliases if alias in splits)
-        for split, aliases in _SPLITS.items()
-        if any(alias in splits for alias in aliases)
-    }
+    if name:
+        return _splits_of_dataset(name, settings)
+    files = {split: getattr(settings, f"{split}_file") for split in _SPLIT_NAMES}
+    files = {split: file for split, file in files.items() if file}
+    for file in files.values():
+        if labelled and Path(file).suffix == ".txt" and not settings.delimiter:
+            raise UserError(
+                f"{file}: texts alone, without labels, are for `toolkit predict`: pass --delimiter "
+                "where its lines have several columns (and --column_names if the first line does "
+                "not name them); name it .json if it is JSON"
+            )
+    return {split: read_file(file, settings) for split, file in files.items()}
+
+
+def _splits_of_dataset(name: str, settings: TextSettings) -> dict[str, Table]:
+    splits = read_dataset(name, settings.dataset_config_name)
+    tables: dict[str, Table] = {}
+    for split, aliases in _SPLIT_NAMES.items():
+        present = [splits[alias] for alias in aliases if alias in splits]
+        if present:
+            tables[split] = present[0]
     if "train" not in tables:
         raise UserError(f"--dataset_name {name} has no train split: it has {listing(splits)}")
-    if others := splits.keys() - set(itertools.chain(*_SPLITS.values())):
-        train = tables["train"]
-        unread = [(0, train.name, f"its splits {listing(sorted(others))} are not used")]
-        tables["train"] = replace(train, source=lambda: (train.rows, unread))
-    for setting, value in _changed(
-        settings, *_OF_FILES, *["validation_split"] * ("validation" in tables)
-    ).items():
-        why = "has a validation split" if setting == "validation_split" else "is not a text file"
+    ignored = list(_FILE_SETTINGS)
+    if "validation" in tables:
+        ignored.append("validation_split")
+    for setting, value in _changed(settings, ignored).items():
         raise UserError(
-            f"--{setting} {value} has no effect, since --dataset_name {name} {why}: leave it out"
+            f"--{setting} {value} has no effect with --dataset_name {name}, which is no text file "
+            "or has a validation split: leave it out"
         )
     return tables
 
 
-def _changed(settings: TextSettings, *names: str) -> dict[str, Any]:
+def _changed(settings: TextSettings, names: Any) -> dict[str, Any]:
     """Those of these settings that do not have their default value."""
-    return {
-        name: value
-        for name in names
-        if (value := getattr(settings, name)) != getattr(TextSettings(), name)
-    }
+    usual = TextSettings()
+    values = {name: getattr(settings, name) for name in names}
+    return {name: value for name, value in values.items() if value != getattr(usual, name)}
+
+
+# --- files
 
 
 def read_file(name: str, settings: TextSettings) -> Table:
-    """The table of a file, or of all files that match a pattern, in natural order. Raises UserError when one is missing
-    or empty, and, when rows are first used, for what cannot be parsed."""
+    """The table of a file, or of all files that match a pattern, in natural order. Raises UserError
+    when one is missing or empty, and, when rows are first used, for what cannot be parsed."""
     paths = [Path(name)]
     if not paths[0].is_file() and any(mark in name for mark in "*?["):
-        paths = [Path(file) for file in natsorted(sorted(glob.glob(name))) if Path(file).is_file()]  # noqa: PTH207
+        matches = natsorted(sorted(glob.glob(name)))  # noqa: PTH207
+        paths = [Path(file) for file in matches if Path(file).is_file()]
         if not paths:
             raise UserError(f"{name}: no file has such a name (looked in {Path.cwd()})")
-    digests = [_digest_of(path) for path in paths]
-    digest = digests[0] if len(digests) == 1 else digest_of_text(" ".join(digests))
-    options = _changed(settings, "delimiter", "quoting", "column_names", "sample_by")
-    digest = "-".join(
-        [digest, settings.encoding, *(f"{option} {value}" for option, value in options.items())]
-    )
-    return Table(
-        partial(_load, paths, settings, name, digest),
-        str(paths[0]) if len(paths) == 1 else name,
-        digest,
-    )
-
-
-def _digest_of(path: Path) -> str:
-    if not path.is_file():
-        if (
-            path.exists() and not path.is_dir()
-        ):  # `<(zcat reviews.csv.gz)`: each process reads the data, some twice
-            raise UserError(f"{path} is a pipe or a device, not a file: write the data to a file")
-        what = "is a folder, not a file" if path.is_dir() else "does not exist"
-        siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise UserError(
-            f"{path} {what}{did_you_mean(path.name, siblings)} (looked in {Path.cwd()})"
-        )
-    if path.stat().st_size == 0:
-        raise UserError(f"{path} is empty")
-    kind = format_of(path)
-    try:  # with the format, as the same bytes are other rows in another
-        return digest_of_file(path) + kind * (kind != ".csv")
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _load(
-    paths: list[Path], settings: TextSettings, name: str, digest: str
-) -> tuple[datasets.Dataset, list[FileRows]]:
-    """The rows, in memory for small files, else parsed once per machine into the cache; and their files."""
-    import datasets
-    import pyarrow
-
-    growth = (
-        10
-        if any(path.suffix in text_files.OPENERS or format_of(path) == ".parquet" for path in paths)
-        else 1
-    )
-    try:
-        if growth * sum(path.stat().st_size for path in paths) <= IN_MEMORY_BYTES:
-            files, sink = _write_rows(paths, settings, None)
-            return datasets.Dataset(pyarrow.ipc.open_stream(sink.getvalue()).read_all()), files
-        with cached_folder("rows", digest_of_text(f"{_LAYOUT} {digest}"), None, name) as (
-            folder,
-            draft,
-        ):
-            if draft:
-                files, _ = _write_rows(paths, settings, draft / "rows.arrow")
-                (draft / "read.json").write_text(json.dumps(files), encoding="utf-8")
-        read = json.loads((folder / "read.json").read_text(encoding="utf-8"))
-        # the same content may have lain elsewhere when it was read
-        files = [
-            (start, str(path), note) for (start, _, note), path in zip(read, paths, strict=True)
-        ]
-        return datasets.Dataset.from_file(str(folder / "rows.arrow")), files
-    except (ValueError, RecursionError) as error:
-        why = "a field is nested deeper than a table can hold, or of a type that it cannot"
-        raise UserError(f"{name}: {why} [{first_line(error)}]: leave it out") from error
-
-
-def _write_rows(
-    paths: list[Path], settings: TextSettings, output: Path | None
-) -> tuple[list[FileRows], Any]:
-    """Writes all rows as one Arrow stream, to `output` or to memory -> (the files, the sink). Raises UserError when a
-    file is invalid, has no rows or is in another encoding."""
-    import pyarrow
-
-    schema = widest = None
-    while (
-        schema is None or schema != widest
-    ):  # a second pass, if a later row had another column or a wider type
-        files: list[FileRows] = []
-        schema, rows = widest, 0
-        writer: Any = None
-        pending: list[pyarrow.Table] = []
-        with pyarrow.OSFile(str(output), "wb") if output else pyarrow.BufferOutputStream() as sink:
-            for path in paths:
-                first_row = rows
-                try:
-                    note, batches = _parse(path, settings)
-                    files.append((first_row, str(path), note))
-                    for batch in batches:
-                        widest = _widen(path, batch.schema, widest)
-                        schema = schema or widest
-                        writer = writer or pyarrow.ipc.new_stream(sink, schema)
-                        if schema == widest:
-                            pending.append(text_files.cast_batch(batch, schema))
-                        if sum(part.nbytes for part in pending) >= _WRITTEN_BYTES:
-                            _write(writer, pending)
-                        rows += batch.num_rows
-                except UnicodeError as error:
-                    raise UserError(text_files.encoding_fault(path, settings.encoding)) from error
-                if rows == first_row:
-                    raise UserError(
-                        f"{path} has {'a header and ' * (format_of(path) in ('.csv', '.tsv'))}no rows"
-                    )
-            _write(writer, pending)
-            writer.close()
-    return files, sink
-
-
-def _write(writer: Any, tables: list[pyarrow.Table]) -> None:
-    """Writes the tables as one batch, and empties the list."""
-    import pyarrow
-
-    if tables:
-        writer.write_table(pyarrow.concat_tables(tables).combine_chunks())
-        tables.clear()
-
-
-def _widen(path: Path, schema: pyarrow.Schema, before: pyarrow.Schema | None) -> pyarrow.Schema:
-    """The schema of these rows and those before. Raises UserError if the files do not fit together."""
-    if before is None:
-        return schema
-    if not format_of(path).startswith(".json") and set(schema.names) != set(before.names):
-        raise UserError(
-            f"{path} has the columns {listing(schema.names)}, and the file before it {listing(before.names)}: give "
-            "both the same columns, or use a pattern that leaves it out"
-        )
-    if schema.metadata != before.metadata and _class_features(schema) != _class_features(before):
-        raise UserError(
-            f"{path}: its class names, or their order, are not those of the file before it: write names"
-        )
-    try:
-        return text_files.unify_schemas(before, schema)
-    except (ValueError, TypeError, NotImplementedError) as error:
-        raise UserError(
-            f"{path}: its columns are of other types than those before it [{first_line(error)}]"
-        ) from error
-
-
-def _class_features(schema: pyarrow.Schema) -> dict[str, str]:
-    """The columns of class ids whose names `datasets` has stored in a Parquet file."""
-    import datasets
-
-    features = {
-        name: str(kind) for name, kind in datasets.Features.from_arrow_schema(schema).items()
-    }
-    return {name: kind for name, kind in features.items() if "ClassLabel" in kind}
+    kinds = [format_of(path) for path in paths]
+    digests = [f"{_digest_of(path)}{kind}" for path, kind in zip(paths, kinds, strict=True)]
+    settings_text = json.dumps(_changed(settings, _FILE_SETTINGS))
+    digest = digest_of_text(" ".join([*digests, settings_text]))
+    notes = [_note(path, kind, settings) for path, kind in zip(paths, kinds, strict=True)]
+    return Table(partial(_load, paths, settings, name, digest), name, digest, notes[0])
 
 
 def format_of(path: Path) -> str:
@@ -247,181 +113,330 @@ def format_of(path: Path) -> str:
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in text_files.OPENERS:
         suffixes.pop()
-    if not suffixes or suffixes[-1] not in FORMATS:
-        excel = "save it as `CSV UTF-8` in Excel; else "
-        remedy = {".xlsx": excel, ".xls": excel, ".zip": "unpack it; else "}.get(
-            path.suffix.lower(), ""
-        )
+    if suffixes and suffixes[-1] in FORMATS:
+        return suffixes[-1]
+    remedy = ""
+    if path.suffix.lower() in (".xlsx", ".xls"):
+        remedy = "save it as `CSV UTF-8` in Excel; else "
+    formats = f"{', '.join(FORMATS)} (also with .gz or .bz2 after it)"
+    raise UserError(f"{path}: its format is unclear: {remedy}name it {formats}")
+
+
+def _digest_of(path: Path) -> str:
+    if not path.exists():
+        siblings = []
+        if path.parent.is_dir():
+            siblings = [file.name for file in path.parent.iterdir()]
+        hint = did_you_mean(path.name, siblings)
+        raise UserError(f"{path} does not exist{hint} (looked in {Path.cwd()})")
+    if not path.is_file():
+        raise UserError(f"{path} is a folder or a pipe, not a file")
+    if path.stat().st_size == 0:
+        raise UserError(f"{path} is empty")
+    try:
+        return digest_of_file(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _note(path: Path, kind: str, settings: TextSettings) -> str:
+    """How the settings let a file be read, and which of them do not apply to it; or empty."""
+    parts = []
+    if kind == ".txt" and settings.delimiter:
+        kind = ".csv"
+    if kind == ".txt":
+        parts.append(f"a text per {settings.sample_by}")
+    ignored = _UNUSED[{".tsv": ".csv", ".jsonl": ".json"}.get(kind, kind)]
+    for name, value in _changed(settings, _FILE_SETTINGS).items():
+        if name in ignored:
+            parts.append(f"without --{name} {value}, which is not for {kind}")
+        else:
+            parts.append(f"read with --{name} {value}")
+    if not parts:
+        return ""
+    return f"{path}: {'; '.join(parts)}"
+
+
+def _load(
+    paths: list[Path], settings: TextSettings, name: str, digest: str
+) -> tuple[datasets.Dataset, list[FileStart]]:
+    """The rows, in memory for small files, else parsed once per machine into the cache; and where
+    each file's begin."""
+    import datasets
+    import pyarrow
+
+    size = sum(path.stat().st_size for path in paths)
+    if any(path.suffix in (".gz", ".bz2", ".parquet") for path in paths):
+        size *= 10
+    if size <= IN_MEMORY_BYTES:
+        sink = pyarrow.BufferOutputStream()
+        starts = _write(paths, settings, sink)
+        rows = pyarrow.ipc.open_stream(sink.getvalue()).read_all()
+        return datasets.Dataset(rows), _file_starts(starts, paths)
+    with cached_folder("rows", digest_of_text(f"{_LAYOUT} {digest}"), None, name) as (
+        folder,
+        draft,
+    ):
+        if draft:
+            with pyarrow.OSFile(str(draft / "rows.arrow"), "wb") as file:
+                starts = _write(paths, settings, file)
+            (draft / "starts.json").write_text(json.dumps(starts), encoding="utf-8")
+    starts = json.loads((folder / "starts.json").read_text(encoding="utf-8"))
+    rows = datasets.Dataset.from_file(str(folder / "rows.arrow"))
+    return rows, _file_starts(starts, paths)
+
+
+def _file_starts(starts: list[int], paths: list[Path]) -> list[FileStart]:
+    return [(start, str(path)) for start, path in zip(starts, paths, strict=True)]
+
+
+def _write(paths: list[Path], settings: TextSettings, sink: Any) -> list[int]:
+    """Writes all rows as one Arrow stream, and returns the first row of each file. Raises UserError
+    for invalid files."""
+    import pyarrow
+
+    schema: Any = None
+    for path in paths:
+        schema = _unify(path, schema, _schema(path, settings))
+    starts = []
+    rows = 0
+    with pyarrow.ipc.new_stream(sink, schema) as writer:
+        for path in paths:
+            starts.append(rows)
+            for batch in _batches(path, settings):
+                writer.write(text_files.cast_batch(batch, schema))
+                rows += batch.num_rows
+            if rows == starts[-1]:
+                raise UserError(f"{path} has no rows")
+    return starts
+
+
+def _schema(path: Path, settings: TextSettings) -> pyarrow.Schema:
+    """The columns of a file and their types, which in JSON may widen from row to row."""
+    schema: Any = None
+    for batch in _batches(path, settings):
+        schema = _unify(path, schema, batch.schema)
+        if not format_of(path).startswith(".json"):
+            break
+    if schema is None:
+        raise UserError(f"{path} has no rows")
+    return schema
+
+
+def _unify(path: Path, before: Any, schema: pyarrow.Schema) -> pyarrow.Schema:
+    """The columns of both, of types that hold both. Raises UserError if there is none."""
+    import pyarrow
+
+    if before is None:
+        return schema
+    if not format_of(path).startswith(".json") and set(schema.names) != set(before.names):
         raise UserError(
-            f"{path}: its format is unclear: {remedy}name it {', '.join(FORMATS)} (also with .gz after it)"
+            f"{path} has the columns {listing(schema.names)}, and the file before it "
+            f"{listing(before.names)}: give both the same columns, or use a pattern without it"
         )
-    return suffixes[-1]
+    try:
+        return pyarrow.unify_schemas([before, schema], promote_options="permissive")
+    except (pyarrow.ArrowException, TypeError) as error:
+        why = f"a column's values are of another type than those before [{first_line(error)}]"
+        raise UserError(f"{path}: {why}: make them all numbers, or all strings") from error
 
 
-def _parse(path: Path, settings: TextSettings) -> tuple[str, Iterable[pyarrow.RecordBatch]]:
-    """(how the file is read, if a setting or its form decides that, and which settings are ignored; its rows, at
-    most BATCH_ROWS at a time)."""
+def _batches(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
+    import pyarrow
+
     kind = format_of(path)
+    read: Callable[[Path, TextSettings], Iterator[Any]] = text_files.read_csv
     if kind == ".parquet":
-        note, batches, ignored = "", _read_parquet(path), list(_OF_FILES)
+        read = _read_parquet
     elif kind in (".json", ".jsonl"):
-        (note, batches), ignored = (
-            read_json(path, settings, kind),
-            ["delimiter", "quoting", "sample_by"],
-        )
+        read = _read_json
     elif kind == ".txt" and not settings.delimiter:
-        note = {"line": "one text per line", "paragraph": "texts between blank lines"}[
-            settings.sample_by
-        ]
-        batches, ignored = text_files.read_plain(path, settings), ["column_names", "quoting"]
-    else:
-        names = [name for name in ("delimiter", "column_names") if getattr(settings, name)]
-        options = [f"--{name} {getattr(settings, name)}" for name in names]
-        options += ["--quoting none: double quotes are part of the texts"] * (
-            settings.quoting == "none"
-        )
-        note = f"read with {', '.join(options)}" * bool(options)
-        batches, ignored = text_files.read_csv(path, settings, kind), ["sample_by"]
-    if unused := [f"--{name} {value}" for name, value in _changed(settings, *ignored).items()]:
-        note += "; " * bool(note) + f"without {', '.join(unused)}, which is not for {kind}"
-    return note, batches
+        read = text_files.read_plain
+    try:
+        yield from read(path, settings)
+    except UnicodeError as error:
+        raise UserError(text_files.encoding_fault(path, settings.encoding)) from error
+    except (pyarrow.ArrowException, OSError, EOFError) as error:
+        raise UserError(f"{path} cannot be read as {kind}: {first_line(error)}") from error
+
+
+def _read_parquet(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        text_files.check_columns(path, file.schema_arrow.names)
+        schema = file.schema_arrow
+        for place, field in enumerate(schema):  # older Spark, Hive and Impala: text without a type
+            if pyarrow.types.is_binary(field.type):
+                schema = schema.set(place, field.with_type(pyarrow.string()))
+        for batch in file.iter_batches(batch_size=text_files.BLOCK_ROWS):
+            yield batch.cast(schema)
+
+
+def _read_json(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
+    import pyarrow
+
+    first_row = 1
+    for rows in text_files.in_blocks(parse_json(path, settings.encoding)):
+        for number, row in enumerate(rows, first_row):
+            if not isinstance(row, dict) or not row:
+                fault = f"{str(row)[:40]!r} is no object with named fields"
+                raise UserError(f"{path}, row {number}: {fault}")
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        columns = [[row.get(name) for row in rows] for name in names]
+        arrays = []
+        for name, values in zip(names, columns, strict=True):
+            arrays.append(_array(values, f"{path}, row", first_row, name))
+        yield pyarrow.record_batch(arrays, names)
+        first_row += len(rows)
+
+
+def parse_json(path: Path, encoding: str = "utf-8") -> Iterator[Any]:
+    """The lines of a `.jsonl` file; of a `.json` file the items of a list, or of `{"data": [items]}`,
+    or its lines. Raises UserError."""
+    if format_of(path) == ".jsonl":
+        yield from _json_lines(path, encoding)
+        return
+    with text_files.open_text(path, encoding) as text:
+        content = text.read()
+    try:
+        loaded = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        if re.search(r"}\s*\n\s*{", content):
+            yield from _json_lines(path, encoding)
+            return
+        raise UserError(f"{path}: not JSON ({error})") from error
+    if isinstance(loaded, dict):
+        values = list(loaded.values())
+        if len(values) == 1 and isinstance(values[0], list):
+            loaded = values[0]
+        elif values and all(isinstance(value, dict | list) for value in values):
+            remedy = "write it by rows (pandas: to_json(orient='records'))"
+            raise UserError(f"{path} is written by columns: {remedy}")
+        else:
+            loaded = [loaded]
+    yield from loaded
+
+
+def _json_lines(path: Path, encoding: str) -> Iterator[Any]:
+    with text_files.open_text(path, encoding) as text:
+        for number, line in enumerate(text, 1):
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise UserError(f"{path}, line {number}: not JSON ({error})") from error
+
+
+def _array(values: list[Any], where: str, first_row: int, name: str) -> pyarrow.Array:
+    """The values of a column. Raises UserError naming the first whose type is not that of those
+    before it."""
+    import pyarrow
+
+    def fails(count: int) -> bool:
+        try:
+            pyarrow.array(values[:count])
+        except (pyarrow.ArrowException, ValueError, TypeError, OverflowError):
+            return True
+        return False
+
+    if not fails(len(values)):
+        return pyarrow.array(values)
+    place = bisect.bisect_left(range(len(values)), True, key=lambda place: fails(place + 1))
+    fault = f"field {name!r} is {str(values[place])[:40]!r}, unlike the rows before it, or no text"
+    remedy = "make them all numbers, or all strings, or leave the field out"
+    raise UserError(f"{where} {first_row + place}: {fault}: {remedy}")
 
 
 def read_class_names(name: str) -> dict[str, str]:
     """A file of class names -> {value in the label column: class name}, in the order of the numbers.
 
-    `["joy", "anger"]`; `{"0": "joy", "1": "anger"}` or the other way round; or rows with a number and a name, as
-    `{"label": "100", "label_desc": "news_story"}`. Raises UserError for anything else.
-    """
-    rows = _read_entries(Path(name))
-    if len(rows) == 1 and isinstance(rows[0], dict):
-        pairs = list(rows[0].items())
+    JSON, `["joy", "anger"]` or `{"0": "joy", "1": "anger"}`, or JSONL, a number and a name per line,
+    `{"label": "100", "label_desc": "news_story"}`. Raises UserError for anything else."""
+    path = Path(name)
+    if not format_of(path).startswith(".json"):
+        raise UserError(f"--label_names_file {name}: write the names as .json or .jsonl")
+    try:
+        entries = list(parse_json(path))
+    except UnicodeError as error:
+        raise UserError(f"--label_names_file {name} is not UTF-8: save it as UTF-8") from error
+    if len(entries) == 1 and isinstance(entries[0], dict):
+        pairs = [*entries[0].items()]
     else:
-        rows = [
-            row if isinstance(row, dict | list) else [place, row] for place, row in enumerate(rows)
+        pairs = [
+            tuple(entry.values()) if isinstance(entry, dict) else (place, entry)
+            for place, entry in enumerate(entries)
         ]
-        pairs = [tuple(row.values()) if isinstance(row, dict) else tuple(row) for row in rows]
-    names_of: dict[str, str] = {}
+    names: dict[str, str] = {}
     for place, pair in enumerate(pairs, 1):
-        numbers = [str(part) for part in pair if re.fullmatch(r"-?\d+", str(part))]
-        names = [
-            part.strip()
-            for part in pair
-            if isinstance(part, str) and part.strip() and part not in numbers
-        ]
-        if (
-            len(numbers) != 1
-            or len(names) != 1
-            or numbers[0] in names_of
-            or names[0] in names_of.values()
-        ):
+        number, class_name = (str(part).strip() for part in (pair if len(pair) == 2 else ("", "")))
+        is_new = number not in names and class_name not in names.values()
+        if not re.fullmatch(r"-?\d+", number) or not class_name or not is_new:
             raise UserError(
-                f"--label_names_file {name}, entry {place}: {str(pair)[:60]} is not a number and a name, each given "
-                'once: write ["joy", "anger"], {"0": "joy", "1": "anger"}, or a line {"id": 0, "name": "joy"} for each'
+                f"--label_names_file {name}, entry {place}: {str(pair)[:60]} is not a number and a "
+                'name, each given once: write ["joy", "anger"], {"0": "joy", "1": "anger"}, or a '
+                'line {"id": 0, "name": "joy"} for each'
             )
-        names_of[numbers[0]] = names[0]
-    return dict(sorted(names_of.items(), key=lambda item: int(item[0])))
+        names[number] = class_name
+    return dict(sorted(names.items(), key=lambda item: int(item[0])))
 
 
-def _read_entries(path: Path) -> list[Any]:
-    """The entries of a JSON or JSONL file, or the lines of a text. Raises UserError for other formats."""
-    kind = format_of(path)
-    if kind not in (
-        ".json",
-        ".jsonl",
-        ".txt",
-    ):  # its header, or its numbers, would be parts of names
-        raise UserError(
-            f"--label_names_file {path}: write the names as .json, .jsonl, or a line each in .txt"
-        )
-    try:
-        if kind in (".json", ".jsonl"):
-            return list(parse_json(path, kind, "utf-8"))
-        with text_files.open_text(path, "utf-8") as text:
-            return [line.strip() for line in text_files.split_lines(path, text) if line.strip()]
-    except UnicodeError as error:  # --encoding is of the texts
-        raise UserError(
-            f"--label_names_file {path} is not UTF-8 [{error}]: save it as UTF-8"
-        ) from error
+# --- demos, the hub, folders
 
 
-def _read_parquet(path: Path) -> Iterator[pyarrow.RecordBatch]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            text_files.check_column_names(path, file.schema_arrow.names)
-            yield from file.iter_batches(batch_size=BATCH_ROWS)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} cannot be read as parquet: {first_line(error)}") from error
+def read_dataset(name: str, config: str | None = None) -> dict[str, Table]:
+    """The splits of a demo, a hub data set or a folder. Raises UserError."""
+    if name.startswith(demo.PREFIX):
+        return read_demo(name)
+    return read_hub(name, config)
 
 
 def read_demo(name: str) -> dict[str, Table]:
     """`demo:rotten-tomatoes` -> its rows, cleaned. Raises UserError when it is not installed."""
     path = demo.locate(name, demo.DATASETS)
     source = demo.demo_entry(name)
-    content = (
-        digest_of_files(path, path.glob(source.files)) if source.files else digest_of_file(path)
-    )
-    return {"train": Table(partial(_load_demo, source, path), name, content)}
+    files = path.glob(source.files) if source.files else [path]
+    digest = digest_of_files(path, files)
+    return {"train": Table(partial(_load_demo, source, path), name, digest)}
 
 
-def _load_demo(source: demo.Demo, path: Path) -> tuple[datasets.Dataset, list[FileRows]]:
+def _load_demo(source: demo.Demo, path: Path) -> tuple[datasets.Dataset, list[FileStart]]:
     import datasets
 
     rows = source.read(path)
-    names = ("text", "label") if len(rows[0]) == 2 else ("text", "title", "label")
-    return datasets.Dataset.from_dict(
-        dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
-    ), []
+    names = ["text", "title", "label"]
+    if len(rows[0]) == 2:
+        names.remove("title")
+    columns = map(list, zip(*rows, strict=True))
+    return datasets.Dataset.from_dict(dict(zip(names, columns, strict=True))), []
 
 
 def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
-    """The splits of a hub data set or of a folder. A folder's cache is named by its content: `datasets` alone compares
-    only the times of files. Raises UserError."""
+    """The splits of a hub data set or of a folder, whose cache is named by its content: `datasets`
+    alone compares only the times of files. Raises UserError."""
     import datasets
 
-    folder, content, cache = Path(name), "", None
+    folder = Path(name)
+    content = ""
+    cache = None
     if folder.is_dir():
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        content = digest_of_files(folder, files)
+        content = digest_of_files(folder, folder.rglob("*"))
         cache = str(cache_folder() / "datasets" / content)
     else:
-        check_reachable(
-            name, "dataset", Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")
-        )
+        cached = Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")
+        check_reachable(name, "dataset", cached)
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity_error()
     try:
-        if folder.is_dir():
-            _refuse_addresses(folder)
         splits = datasets.load_dataset(name, config, cache_dir=cache)
-    except UserError:
-        raise
     except Exception as error:
-        hint = (
-            "" if folder.exists() else "; without a network set HF_HUB_OFFLINE=1 and name a folder"
-        )
-        raise UserError(
-            f"--dataset_name {name}: {' '.join(str(error).split())[:300]}{hint}"
-        ) from error
-    digests = {
-        split: f"{content}-{config}-{split}" if content else rows._fingerprint
-        for split, rows in splits.items()
-    }
-    return {
-        split: Table(rows, f"{name} ({split})", f"{digests[split]}-{len(rows)}")
-        for split, rows in splits.items()
-    }
-
-
-def _refuse_addresses(folder: Path) -> None:
-    """Raises UserError if the README of a folder names a URL, which `datasets` would fetch."""
-    from huggingface_hub import metadata_load
-
-    readme, configs = folder / "README.md", folder / ".huggingface.yaml"
-    text = str((metadata_load(readme) or {}).get("configs")) if readme.is_file() else ""
-    text += configs.read_text(encoding="utf-8", errors="replace") if configs.is_file() else ""
-    if address := re.search(r"[\w+]+://[^'\"\s]*", text):
-        raise UserError(f"{folder} names {address[0][:200]}, outside it: put the file itself there")
+        hint = ""
+        if not folder.exists():
+            hint = "; without a network set HF_HUB_OFFLINE=1 and name a folder"
+        fault = " ".join(str(error).split())[:300]
+        raise UserError(f"--dataset_name {name}: {fault}{hint}") from error
+    tables = {}
+    for split, rows in splits.items():
+        digest = f"{content}-{config}-{split}" if content else rows._fingerprint
+        tables[split] = Table(rows, f"{name} ({split})", f"{digest}-{len(rows)}")
+    return tables

@@ -10,15 +10,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from toolkit.data.batches import Collator
-from toolkit.data.table import Rows, Table
+from toolkit.data.table import Table
 from toolkit.data.tokens import Split
 
 DEFAULT = "toolkit.data.labels:Labels"
 
 
 def targets_of(settings: Any) -> type[Targets]:
-    """The class that `targets`, a class variable of a recipe's settings, names as `MODULE:CLASS`; labels without
-    it."""
+    """The class that `targets`, a class variable of a recipe's settings, names as `MODULE:CLASS`;
+    labels without it."""
     module, _, name = getattr(settings, "targets", DEFAULT).partition(":")
     targets: type[Targets] = getattr(importlib.import_module(module), name)
     return targets
@@ -26,7 +26,8 @@ def targets_of(settings: Any) -> type[Targets]:
 
 @dataclass(frozen=True)
 class Targets:
-    """What a model learns to predict from a text: `toolkit.data.labels.Labels`, or a feature's subclass."""
+    """What a model learns to predict from a text: `toolkit.data.labels.Labels`, or a feature's
+    subclass."""
 
     column_setting: ClassVar[str | None]
     """The setting that names their column; None if they need only the text."""
@@ -34,7 +35,6 @@ class Targets:
     """Common names of that column."""
     split_class: ClassVar[type[Split]] = Split
     """The class that a prepared split is loaded as."""
-
     pipeline_tag: ClassVar[str] = "text-classification"
     """The hub's and transformers' name of the task, for the model card."""
 
@@ -50,7 +50,7 @@ class Targets:
 
     @classmethod
     def next_command(cls, settings: Any, folder: Path) -> str | None:
-        """The command printed below `next:` when the run in `folder` has ended; None: the usual one."""
+        """The command printed below `next:` when the run in `folder` has ended; None: the usual."""
         return None
 
     @classmethod
@@ -68,19 +68,18 @@ class Targets:
         return {}
 
     @classmethod
-    def find(cls, settings: Any, table: Table, text_column: str, rows: np.ndarray) -> Targets:
-        """Infers the targets from these rows of the training table. Raises UserError if they are ambiguous."""
+    def find(cls, settings: Any, table: Table, text_column: str) -> Targets:
+        """Infers the targets from the training table. Raises UserError if they are ambiguous."""
         raise NotImplementedError
 
     @classmethod
     def from_json(cls, loaded: dict[str, Any]) -> Targets:
         """The inverse of `dataclasses.asdict`."""
-        return cls(
-            **{
-                name: tuple(value) if isinstance(value, list) else value
-                for name, value in loaded.items()
-            }
-        )
+        fields = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in loaded.items()
+        }
+        return cls(**fields)
 
     def facts(self) -> dict[str, Any]:
         """What must be equal in a checkpoint and the run that resumes from it. JSON."""
@@ -94,22 +93,25 @@ class Targets:
         """A line for the user."""
         raise NotImplementedError
 
-    def encode(self, table: Table, rows: np.ndarray) -> np.ndarray:
-        """(samples, ...): the targets of those rows; zeros if `save` computes them. Raises UserError naming a row."""
-        return np.zeros(len(rows), np.int64)
+    def encode(self, table: Table) -> np.ndarray:
+        """(samples, ...): the targets of the rows; zeros if `save` computes them. Raises UserError
+        naming a row."""
+        return np.zeros(len(table), np.int64)
 
     def all_missing(self, table: Table) -> bool:
-        """Whether the column is there but empty, as in the test splits of many hub data sets."""
+        """Whether the column is missing or empty, as in the test splits of many hub data sets."""
         return False
 
     def trial(self, split: Any) -> tuple[Any, Any] | None:
-        """(outputs, truth) of some samples, to try metrics on before training; None: random logits."""
+        """(outputs, truth) of some samples, to try metrics on before training; None: random
+        logits."""
 
     def strata(self, encoded: np.ndarray) -> np.ndarray | None:
-        """(samples,) the class of each sample, for a stratified validation split; None if there are no classes."""
+        """(samples,) the class of each sample, for a stratified validation split; None if there are
+        no classes."""
 
-    def save(self, folder: Path, rows: Rows, tokenizer: Any) -> list[str]:
-        """Writes a split's targets next to its tokens: `labels.npy`, and other files that its `split_class` reads.
-        Returns notes."""
-        np.save(folder / "labels.npy", rows.targets)
+    def save(self, folder: Path, table: Table, encoded: np.ndarray, tokenizer: Any) -> list[str]:
+        """Writes a split's targets next to its tokens: `labels.npy`, and other files that its
+        `split_class` reads. Returns notes."""
+        np.save(folder / "labels.npy", encoded)
         return []

@@ -1,7 +1,8 @@
-"""Text files: decompress, decode, split into lines; CSV, TSV and plain text -> batches of rows. Errors name the line.
+"""Text files: decompress, decode; CSV, TSV and plain text -> batches of rows.
 
-Cells of CSV and TSV stay strings as written: a reader that guesses types makes `01` a number in one file and a text in
-the next, and `null` nothing.
+Cells of CSV and TSV stay text, as written: `007`, `null` and `NA` are texts. pyarrow converts them;
+before it, a regular expression finds the end of the last whole row in each block of the file, and
+where a file is not CSV, Python's csv module names the line.
 """
 
 from __future__ import annotations
@@ -12,392 +13,299 @@ import csv
 import gzip
 import io
 import itertools
-import lzma
-import operator
-import os
 import re
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from toolkit.config import TextSettings
-from toolkit.data.table import BATCH_ROWS
-from toolkit.errors import UserError, listing, size_text
+from toolkit.errors import UserError, listing
 
 if TYPE_CHECKING:
     import pyarrow
 
-OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-_UNPACKED_BYTES, _UNPACKED_RATIO = 1 << 30, 100
-"""A compressed file may expand to so many bytes, or to so many times its size; texts expand 3 to 20 times."""
-MAX_CELL = 1 << 26
-"""Characters of one cell, and of one line: bounds the memory that a quote without an end takes."""
-_LIKELY_ENCODINGS = ("utf-8", "gb18030", "big5")
-_CHUNK_BYTES = 1 << 20
-_MAX_COLUMNS = 10_000
-_LINE_BREAK = re.compile(r"\r\n|\r|\n")
+OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open}
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
+BLOCK_ROWS = 16_384
+_BLOCK_CHARACTERS = 4 << 20
+_MAX_ROW = 64 << 20
+"""Characters: bounds the memory that a quote without an end takes."""
+_LIKELY_ENCODINGS = ("utf-8", "gb18030", "big5")
 
 
-def max_unpacked_bytes(*paths: Path) -> int:
-    """How far compressed files may expand: beyond it is more likely a decompression bomb than data."""
-    setting = os.environ.get("TOOLKIT_MAX_UNPACKED_BYTES", "")
-    compressed = sum(path.stat().st_size for path in paths)
-    return (
-        int(setting) if setting.isdecimal() else max(_UNPACKED_BYTES, _UNPACKED_RATIO * compressed)
-    )
+def is_utf8(encoding: str) -> bool:
+    return encoding.lower().replace("_", "-") in ("utf-8", "utf8")
 
 
-def too_large(path: Path, limit: int) -> UserError:
-    """The error for a file that expands to more than `limit` bytes."""
-    return UserError(
-        f"{path} ({size_text(path.stat().st_size)}) becomes more than {size_text(limit)} unpacked: if you trust it, "
-        f"set TOOLKIT_MAX_UNPACKED_BYTES to what it may become (now {limit})"
-    )
+def open_bytes(path: Path) -> Any:
+    """The decompressed bytes of a file."""
+    return OPENERS.get(path.suffix.lower(), open)(path, "rb")
 
 
-class _Unpacked(io.RawIOBase):
-    """The bytes of a file, decompressed where its name ends in .gz, .bz2 or .xz. Reading raises UserError."""
-
-    def __init__(self, path: Path) -> None:
-        opener = OPENERS.get(path.suffix.lower())
-        self.path, self.bytes_read = path, 0
-        self.limit = max_unpacked_bytes(path) if opener else None
-        try:
-            self.file = (opener or open)(path, "rb")
-        except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}") from error
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        try:
-            count: int = self.file.readinto(buffer)
-        except (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError) as error:
-            if self.limit is None:
-                raise UserError(f"{self.path} cannot be read: {error}") from error
-            raise UserError(
-                f"{self.path} is not a whole {self.path.suffix} file: {error}"
-            ) from error
-        self.bytes_read += count
-        if self.limit is not None and self.bytes_read > self.limit:
-            raise too_large(self.path, self.limit)
-        return count
-
-    def close(self) -> None:
-        self.file.close()
-        super().close()
+def has_utf8_mark(path: Path) -> bool:
+    """Whether it begins with UTF-8's byte order mark, as Excel's CSV files do."""
+    with open_bytes(path) as file:
+        return bool(file.read(3) == codecs.BOM_UTF8)
 
 
-def open_text(path: Path, encoding: str, newline: str = "") -> io.TextIOWrapper:
-    """Like `open`, for compressed files too. Raises UserError; reading raises UnicodeError."""
-    # so that a byte order mark is not part of the first column's name
-    codec = "utf-8-sig" if encoding.lower().replace("_", "-") in ("utf-8", "utf8") else encoding
-    buffer = io.BufferedReader(_Unpacked(path), _CHUNK_BYTES)
-    if codec != "utf-8-sig" and buffer.peek(3).startswith(
-        codecs.BOM_UTF8
-    ):  # GB18030 decodes it, to other characters
-        raise UserError(
-            f"{path} begins with UTF-8's byte order mark, and --encoding is {encoding}: pass utf-8"
-        )
+def open_text(path: Path, encoding: str) -> io.TextIOWrapper:
+    """The text of a file, without a byte order mark. Raises UserError; reading raises
+    UnicodeError."""
     try:
-        mark = "\ufeff".encode(codec, "ignore")
+        codecs.lookup(encoding)
     except LookupError as error:
         raise UserError(f"--encoding {encoding}: Python has no such encoding") from error
-    if mark and buffer.peek(len(mark)).startswith(mark):  # only `-sig` codecs and UTF-16 remove it
-        buffer.read(len(mark))
-    return io.TextIOWrapper(buffer, codec, newline=newline)
-
-
-def spreadsheet_encoding(file: str, encoding: str) -> str:
-    """`utf-8-sig` if the UTF-8 file begins with a byte order mark, without which Excel shows Chinese as garbage."""
-    if encoding.lower().replace("_", "-") not in ("utf-8", "utf8") or not Path(file).is_file():
-        return encoding
-    with io.BufferedReader(_Unpacked(Path(file))) as buffer:
-        return "utf-8-sig" if buffer.peek(3).startswith(codecs.BOM_UTF8) else encoding
-
-
-def split_lines(path: Path, text: io.TextIOWrapper) -> Iterator[str]:
-    """Raises UserError for a line of MAX_CELL characters."""
-    for number in itertools.count(1):
-        line = text.readline(MAX_CELL)
-        if not line:
-            return
-        if len(line) == MAX_CELL:
-            raise UserError(
-                f"{path}, line {number}: longer than {MAX_CELL} characters: put each row, or each text, on a line of "
-                "its own"
-            )
-        yield line
+    if is_utf8(encoding):
+        encoding = "utf-8-sig"
+    elif has_utf8_mark(path):  # GB18030 decodes it, to other characters
+        fault = f"begins with UTF-8's byte order mark, and --encoding is {encoding}"
+        raise UserError(f"{path} {fault}: pass utf-8")
+    return io.TextIOWrapper(open_bytes(path), encoding, newline="")
 
 
 def encoding_fault(path: Path, encoding: str) -> str:
-    """Names the first line that does not decode, and an encoding in which all lines do; none if most text that is
-    not ASCII does decode: then the file is damaged."""
-    decoders = {
-        name: codecs.getincrementaldecoder(name)() for name in (encoding, *_LIKELY_ENCODINGS)
-    }
-    replacing = codecs.getincrementaldecoder(encoding)("replace")
-    bytes_read = lines_read = bad = foreign = 0
-    start_bytes, fault = b"", ""
-    with io.BufferedReader(_Unpacked(path), _CHUNK_BYTES) as file:
-        while line := file.readline(_CHUNK_BYTES):
-            start_bytes = start_bytes or line[:4]
-            final, bytes_read = not file.peek(1), bytes_read + len(line)
-            for name, decoder in list(decoders.items()):
-                try:
-                    decoder.decode(line, final)
-                except UnicodeError as error:
-                    del decoders[name]
-                    if name == encoding:
-                        decoded, start = getattr(error, "object", line), getattr(error, "start", 0)
-                        where = f"line {lines_read + 1}, byte {bytes_read - len(decoded) + start + 1} of the file"
-                        fault = f"{path}, {where}: not {encoding} (0x{decoded[start]:02x})"
-            lines_read += line.endswith(b"\n")
-            text = replacing.decode(line, final)
-            bad, foreign = (
-                bad + text.count("\ufffd"),
-                foreign + sum(not character.isascii() for character in text),
-            )
-    if start_bytes in (b"PK\x03\x04", b"\xd0\xcf\x11\xe0"):  # .xlsx, .xls
-        return (
-            f"{path} is an Excel workbook (or another zip), not text: save it as `CSV UTF-8` there"
-        )
-    if start_bytes[:2] in (b"\xff\xfe", b"\xfe\xff"):
+    """Names the first line that does not decode, and an encoding in which all lines do."""
+    with open_bytes(path) as file:
+        start = file.read(4)
+    if start == b"PK\x03\x04":
+        return f"{path} is an Excel workbook or a zip, not text: save it as `CSV UTF-8` there"
+    fault = f"{path}, line {_undecodable_line(path, encoding)}: not {encoding}"
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return f"{fault}: pass --encoding utf-16"
-    other = next((name for name in decoders if name != encoding), None)
-    larger = other == "gb18030" and encoding.lower() in (
-        "gbk",
-        "gb2312",
-        "cp936",
-    )  # which it contains
-    if other != "utf-8" and not larger and (bad == 1 or bad < foreign / 2):
-        return (
-            f"{fault}; {bad} such places in the file, which is {encoding} otherwise: correct those"
-        )
-    return (
-        f"{fault}: {f'pass --encoding {other}' if other else 'convert it, or pass its --encoding'}"
-    )
+    for other in _LIKELY_ENCODINGS:
+        if other != encoding and _undecodable_line(path, other) is None:
+            return f"{fault}: pass --encoding {other}"
+    return f"{fault}: correct that line, or pass the --encoding of the file"
+
+
+def _undecodable_line(path: Path, encoding: str) -> int | None:
+    decoder = codecs.getincrementaldecoder(encoding)()
+    number = 1
+    with open_bytes(path) as file:
+        try:
+            for line in file:
+                decoder.decode(line)
+                number += 1
+            decoder.decode(b"", final=True)
+        except UnicodeError:
+            return number
+    return None
 
 
 def read_plain(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
     """A text for each line, or for the lines between blank ones, in the column `text`."""
     import pyarrow
 
-    with open_text(path, settings.encoding, "\n") as text:
-        lines: Iterable[str] = (
-            line.removesuffix("\n").removesuffix("\r") for line in split_lines(path, text)
-        )
-        if settings.sample_by == "paragraph":
-            groups = itertools.groupby(lines, key=lambda line: bool(line.strip()))
-            lines = ("\n".join(group).strip() for filled, group in groups if filled)
-        for texts in in_batches(lines):
-            yield pyarrow.record_batch({"text": pyarrow.array(texts, "string")})
-
-
-def read_csv(path: Path, settings: TextSettings, kind: str) -> Iterator[pyarrow.RecordBatch]:
-    """CSV or TSV. Raises UserError naming the line of a row that does not fit the header, or of an unclosed quote."""
-    import pyarrow
-
-    delimiter = {"\\t": "\t", "tab": "\t"}.get(str(settings.delimiter), settings.delimiter)
-    if delimiter is not None and (len(delimiter) != 1 or delimiter in '"\r\n'):
-        raise UserError(f"--delimiter {settings.delimiter!r}: give one character, or tab")
-    delimiter = delimiter or DELIMITERS[kind]
-    header = names = settings.header
-    what = (
-        "names the columns as --column_names does: leave that out"
-        if names
-        else "repeats the header: remove it"
-    )
-    for rows, starts in _cells(path, settings, delimiter):
-        if starts[0] == 1 and re.fullmatch("sep=.?", rows[0][0], re.IGNORECASE):
-            raise UserError(
-                f"{path}, line 1: remove this line for Excel (sep=), and pass its --delimiter"
-            )
-        if not names:
-            header, rows, starts = rows[0], rows[1:], starts[1:]
-            names = header
-        for repeated in (header, ["\ufeff" + header[0], *header[1:]]):
-            if len(header) > 1 and repeated in rows:
-                raise UserError(f"{path}, line {starts[rows.index(repeated)]} {what}")
-        names = [name or f"Unnamed: {place}" for place, name in enumerate(names)]
-        check_column_names(path, names)
-        widths = set(map(len, rows))
-        if max(widths, default=0) > len(names):
-            row = next(row for row, cells in enumerate(rows) if len(cells) > len(names))
-            remedy = (
-                f"put texts that contain {delimiter!r} in quotes, and double quotes within them"
-            )
-            remedy = _other_delimiter(names) or remedy
-            raise UserError(
-                f"{path}, line {starts[row]}: {len(rows[row])} cells where the header has {len(names)}: "
-                f"{remedy if settings.quoting == 'csv' else 'pass --quoting csv, or another --delimiter'}"
-            )
-        if widths != {len(names)}:
-            rows = [[*row, *[""] * (len(names) - len(row))] for row in rows]
-        columns = zip(*rows, strict=True) if rows else [()] * len(names)
-        yield pyarrow.record_batch([pyarrow.array(column, "string") for column in columns], names)
-    if not names:
-        raise UserError(f"{path} is empty: it holds no columns")
-
-
-def _cells(
-    path: Path, settings: TextSettings, delimiter: str
-) -> Iterator[tuple[list[list[str]], Sequence[int]]]:
-    """Batches of (rows that are not blank, the line that each starts on)."""
-    csv.field_size_limit(MAX_CELL)
-    quoting: Any = csv.QUOTE_NONE if settings.quoting == "none" else csv.QUOTE_MINIMAL
-    batch_lines: list[str] = []
-    line_end, lines_read, rows_read = "", 0, int(bool(settings.column_names))
     with open_text(path, settings.encoding) as text:
-        lines = (batch_lines.append(line) or line for line in split_lines(path, text))  # type: ignore[func-returns-value]
-        reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
-        while True:
-            rows: list[list[str]] = []
-            batch_lines.clear()
-            try:
-                rows.extend(itertools.islice(reader, BATCH_ROWS))  # keeps the rows before an error
-            except csv.Error as error:
-                ends = "end of data" in str(error) or "field limit" in str(error)
-                fault = (
-                    "is never closed"
-                    if ends
-                    else f"is followed by more text on line {reader.line_num}"
-                )
-                start, number = (
-                    lines_read + sum(map(_height, rows)) + 1,
-                    rows_read + sum(map(_is_filled, rows)),
-                )
-                remedy = (
-                    "where double quotes are part of the texts, pass --quoting none; else close it at the end of the "
-                    'cell, or double it ("")'
-                )
-                remedy = (_other_delimiter(rows[0]) if rows and not lines_read else "") or remedy
-                raise UserError(
-                    f"{path}, line {start} (row {number}): a double quote that begins a cell {fault}: {remedy}"
-                ) from error
-            if not rows:
-                return
-            starts: Sequence[int] = range(lines_read + 1, reader.line_num + 1)
-            if len(starts) > len(rows):
-                starts = list(itertools.accumulate(map(_height, rows[:-1]), initial=lines_read + 1))
-                _refuse_quoted_rows(path, batch_lines, delimiter, rows, starts, rows_read)
-            line_end = line_end or batch_lines[0][-1]
-            if line_end == "\n" and "\r" in map(operator.itemgetter(-1), batch_lines):
-                _refuse_carriage_returns(path, batch_lines, starts)
-            if min(map(len, rows)) < 2:
-                places = [place for place, row in enumerate(rows) if _is_filled(row)]
-                rows, starts = (
-                    [rows[place] for place in places],
-                    [starts[place] for place in places],
-                )
-            lines_read, rows_read = reader.line_num, rows_read + len(rows)
-            if rows:
-                yield rows, starts
+        texts: Iterable[str] = (line.rstrip("\r\n") for line in text)
+        if settings.sample_by == "paragraph":
+            groups = itertools.groupby(texts, key=lambda line: bool(line.strip()))
+            texts = ("\n".join(lines).strip() for has_text, lines in groups if has_text)
+        for block in in_blocks(texts):
+            yield pyarrow.record_batch({"text": pyarrow.array(block, "string")})
 
 
-def _other_delimiter(header: Sequence[str]) -> str:
-    """The remedy if the header is one cell with another delimiter in it; else ""."""
-    names = {"\t": "tab", ";": "';'", "|": "'|'", ",": "','"}
-    other = next(
-        (name for each, name in names.items() if len(header) == 1 and each in header[0]), None
-    )
-    return f"the header {header[0]!r} is one cell: pass --delimiter {other}" if other else ""
-
-
-def _is_filled(row: list[str]) -> bool:
-    return len(row) > 1 or (len(row) == 1 and not row[0].isspace())
-
-
-def _height(row: list[str]) -> int:
-    """The number of lines of a row."""
-    return 1 + sum(len(_LINE_BREAK.findall(cell)) for cell in row)
-
-
-def _refuse_carriage_returns(path: Path, lines: list[str], starts: Sequence[int]) -> None:
-    """Raises UserError if a row ends in a lone \\r, and the header in \\n: csv.writer, and pandas, write such a text
-    without quotes, and it would become two rows."""
-    for start, following in itertools.pairwise([*starts, starts[0] + len(lines)]):
-        if re.search(r"[^\r]\r\Z", lines[following - 1 - starts[0]]):  # blank lines do not matter
-            raise UserError(
-                f"{path}, line {start}: a lone carriage return (\\r) in a text without quotes ends the row: remove it, "
-                "or write all texts in quotes (pandas: to_csv(quoting=csv.QUOTE_ALL))"
-            )
-
-
-def _refuse_quoted_rows(
-    path: Path,
-    lines: list[str],
-    delimiter: str,
-    rows: list[list[str]],
-    starts: Sequence[int],
-    rows_read: int,
-) -> None:
-    """Raises UserError if an unclosed quote makes rows, up to another row's quote, one cell: each line of the cell
-    has as many cells as the header, and in some column a value that other rows have there."""
-    heights = list(map(_height, rows))
-    width = max(map(len, rows))
-    values: list[set[str]] = [set() for _ in range(width)]  # of each column, without the header
-    for place, row in enumerate(rows):
-        if rows_read + place and heights[place] == 1:
-            for cell, others in zip(row, values, strict=False):
-                others.add(cell)
-    for place in (place for place, height in enumerate(heights) if height > 1):
-        first = starts[place] - starts[0]
-        parts = [
-            line.rstrip("\r\n").split(delimiter) for line in lines[first : first + heights[place]]
-        ]
-        if {len(part) for part in parts} != {width}:
-            continue
-        columns = zip(zip(*parts, strict=True), values, strict=True)
-        if any(all(cell.strip() and cell in others for cell in cells) for cells, others in columns):
-            number = rows_read + sum(map(_is_filled, rows[:place]))
-            raise UserError(
-                f"{path}, line {starts[place]} (row {number}): a double quote that begins a cell takes in the rows "
-                f"up to line {starts[place] + heights[place] - 1}: if double quotes are part of the texts, pass "
-                "--quoting none; else double it"
-            )
-
-
-def in_batches(items: Iterable[Any]) -> Iterator[list[Any]]:
+def in_blocks(items: Iterable[Any]) -> Iterator[list[Any]]:
+    """Lists of BLOCK_ROWS items; the last may be shorter."""
     iterator = iter(items)
-    return iter(lambda: list(itertools.islice(iterator, BATCH_ROWS)), [])
+    return iter(lambda: list(itertools.islice(iterator, BLOCK_ROWS)), [])
 
 
-def check_column_names(path: Path, names: Sequence[str]) -> None:
-    """Raises UserError for too many columns, duplicate names, and names that cannot be encoded."""
-    if len(names) > _MAX_COLUMNS:
-        raise UserError(
-            f"{path} has {len(names)} columns, and at most {_MAX_COLUMNS} are read: keep those with the texts and the "
-            "labels"
+def check_columns(path: Path, names: Iterable[str]) -> None:
+    """Raises UserError for duplicate names."""
+    duplicates = [name for name, count in Counter(names).items() if count > 1]
+    if duplicates:
+        columns = listing(map(repr, duplicates))
+        raise UserError(f"{path} has more than one column {columns}: rename them")
+
+
+def read_csv(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
+    """The rows of a CSV or TSV file. Raises UserError that names the line of a row with more or
+    fewer cells than the header, or of a quote that is not closed at the end of its cell."""
+    with open_text(path, settings.encoding) as text:
+        yield from _CsvFile(path, settings).read(text)
+
+
+class _CsvFile:
+    """A CSV or TSV file, read from its beginning to its end, once."""
+
+    def __init__(self, path: Path, settings: TextSettings) -> None:
+        self.path = path
+        self.quoted = settings.quoting == "csv"
+        self.delimiter = _delimiter(path, settings)
+        self.names = settings.header
+        self.lines = 0
+        """Lines before the current block."""
+        self.rows = 0
+        mark = re.escape(self.delimiter)
+        cell = rf"[^{mark}\r\n]*+"
+        if self.quoted:
+            cell = rf'(?:"[^"]*+(?:""[^"]*+)*+"|[^"{mark}\r\n][^{mark}\r\n]*+)?+'
+        row = rf"{cell}(?:{mark}{cell})*+\r?\n"
+        self.first_row = re.compile(row)
+        self.whole_rows = re.compile(rf"(?:{row})*+")
+
+    def read(self, text: io.TextIOWrapper) -> Iterator[pyarrow.RecordBatch]:
+        for block in self._blocks(text):
+            start = 0
+            if not self.names:
+                start = self._read_header(block)
+            check_columns(self.path, self.names)
+            table = self._parse(block, start)
+            self._refuse_headers(table)
+            if self.quoted:
+                self._refuse_swallowed_rows(table)
+            self.lines += block.count("\n")
+            self.rows += table.num_rows
+            yield from table.combine_chunks().to_batches()
+
+    def _blocks(self, text: io.TextIOWrapper) -> Iterator[str]:
+        """Whole rows, about _BLOCK_CHARACTERS at a time."""
+        rest = ""
+        while len(rest) < _MAX_ROW:
+            part = text.read(_BLOCK_CHARACTERS)
+            if not part and rest[-1:] not in ("", "\n"):
+                part = "\n"  # the last line's end is missing
+            if not part:
+                break
+            rest += part
+            whole = self.whole_rows.match(rest)
+            end = whole.end() if whole else 0
+            if end:
+                yield rest[:end]
+                rest = rest[end:]
+        if rest:
+            self._explain(rest)
+
+    def _read_header(self, block: str) -> int:
+        """Sets the columns' names, and returns the end of the header line."""
+        line = self.first_row.match(block)
+        assert line
+        (cells,) = self._python_rows(line[0])
+        if not any(cells):
+            raise UserError(f"{self.path} is empty, or its first line is: write the columns there")
+        # pandas leaves the name of its index empty
+        self.names = [name or f"Unnamed: {place}" for place, name in enumerate(cells)]
+        return line.end()
+
+    def _parse(self, block: str, start: int) -> pyarrow.Table:
+        import pyarrow.csv
+
+        quote: Any = '"' if self.quoted else False
+        text = pyarrow.string()
+        try:
+            return pyarrow.csv.read_csv(
+                pyarrow.py_buffer(block[start:].encode()),
+                pyarrow.csv.ReadOptions(column_names=self.names, block_size=2 * len(block) + 1024),
+                pyarrow.csv.ParseOptions(
+                    delimiter=self.delimiter, quote_char=quote, newlines_in_values=True
+                ),
+                pyarrow.csv.ConvertOptions(
+                    column_types=dict.fromkeys(self.names, text), strings_can_be_null=False
+                ),
+            )
+        except pyarrow.ArrowInvalid as error:
+            if "Empty CSV" in str(error):  # a header without rows
+                return pyarrow.schema([(name, text) for name in self.names]).empty_table()
+            self._explain(block)
+
+    def _python_rows(self, text: str) -> Any:
+        quoting: Any = csv.QUOTE_MINIMAL if self.quoted else csv.QUOTE_NONE
+        csv.field_size_limit(_MAX_ROW)
+        lines = io.StringIO(text, newline="")
+        return csv.reader(lines, delimiter=self.delimiter, quoting=quoting, strict=True)
+
+    def _explain(self, text: str) -> NoReturn:
+        """Raises UserError for the first invalid row of a text."""
+        rows = self._python_rows(text)
+        line = self.lines + 1
+        width = len(self.names)
+        fault = "a lone carriage return (\\r), or a quote that is no quote, ends a row: remove it"
+        try:
+            for cells in rows:
+                width = width or len(cells)
+                if cells and len(cells) != width:
+                    fault = f"{len(cells)} cells where the header has {width}: {self._remedy()}"
+                    break
+                line = self.lines + rows.line_num + 1
+        except csv.Error as error:
+            fault = (
+                f"a double quote that begins a cell is not closed at its end ({error}): where "
+                "double quotes are part of the texts, pass --quoting none; else double it"
+            )
+        raise UserError(f"{self.path}, line {line}: {fault}")
+
+    def _remedy(self) -> str:
+        other = other_delimiter(self.names, self.delimiter)
+        if other:
+            return f"the header is one cell: pass --delimiter {other}"
+        if not self.quoted:
+            return "pass --quoting csv, or another --delimiter"
+        return (
+            f"put texts with {self.delimiter!r} or line ends (also a lone \\r) in double quotes, "
+            "and double the quotes within them"
         )
-    if duplicates := [name for name, count in Counter(names).items() if count > 1]:
-        raise UserError(
-            f"{path} has more than one column {listing(map(repr, duplicates))}: rename them"
-        )
-    odd = [
-        name
-        for name in names
-        if "\0" in name or name.encode(errors="replace") != name.encode(errors="surrogatepass")
-    ]
-    if odd:
-        raise UserError(
-            f"{path}: the column name {odd[0][:40]!r} is no text: is the file damaged, or of another --encoding?"
-        )
+
+    def _refuse_headers(self, table: pyarrow.Table) -> None:
+        """Raises UserError for a second header, as of files written one after another."""
+        import pyarrow.compute as pc
+
+        if table.num_columns < 2:
+            return
+        equal: Any = True
+        for name, column in zip(self.names, table.columns, strict=True):
+            equal = pc.and_(equal, pc.equal(column, name))
+        rows = pc.indices_nonzero(equal)
+        if len(rows):
+            row = self.rows + rows[0].as_py() + 1
+            raise UserError(f"{self.path}, row {row} repeats the names of the columns: remove it")
+
+    def _refuse_swallowed_rows(self, table: pyarrow.Table) -> None:
+        """Raises UserError for a quote that was not meant as one and takes in the rows up to the
+        next one: each line of its cell has as many cells as the header, and in some column a value
+        of other rows."""
+        import pyarrow.compute as pc
+
+        several = False
+        for column in table.columns:
+            several = pc.or_(several, pc.match_substring(column, "\n"))
+        rows = pc.indices_nonzero(several)
+        for row, cells in zip(rows.to_pylist(), table.take(rows).to_pylist(), strict=True):
+            lines = self.delimiter.join(cells.values()).splitlines()
+            parts = [line.split(self.delimiter) for line in lines]
+            widths = {len(part) for part in parts}
+            if widths == {table.num_columns} and self._recur(table, zip(*parts, strict=True)):
+                raise UserError(
+                    f"{self.path}, row {self.rows + row + 1}: a double quote that begins a cell "
+                    f"takes in {len(lines) - 1} rows after it: if double quotes are part of the "
+                    "texts, pass --quoting none; else double it"
+                )
+
+    def _recur(self, table: pyarrow.Table, columns: Iterable[tuple[str, ...]]) -> bool:
+        for column, cells in zip(table.columns, columns, strict=True):
+            others = set(column.unique().to_pylist())
+            if all(cell.strip() and cell in others for cell in cells):
+                return True
+        return False
 
 
-def unify_schemas(first: pyarrow.Schema, second: pyarrow.Schema) -> pyarrow.Schema:
-    """The columns of both, of types that hold both. Raises pyarrow's errors if there is none."""
-    import pyarrow
+def _delimiter(path: Path, settings: TextSettings) -> str:
+    if settings.delimiter is None:
+        suffixes = [suffix.lower() for suffix in path.suffixes]
+        return "\t" if ".tsv" in suffixes else ","
+    delimiter = {"tab": "\t", "\\t": "\t"}.get(settings.delimiter, settings.delimiter)
+    if len(delimiter) != 1 or not delimiter.isascii() or delimiter in '"\r\n':
+        raise UserError(f"--delimiter {settings.delimiter!r}: give one ASCII character, or tab")
+    return delimiter
 
-    return (
-        first
-        if first == second
-        else pyarrow.unify_schemas([first, second], promote_options="permissive")
-    )
+
+def other_delimiter(header: list[str], delimiter: str = "") -> str:
+    """The likely delimiter of a header that was read as one cell; or empty."""
+    for name, mark in {"tab": "\t", "';'": ";", "'|'": "|", "','": ","}.items():
+        if len(header) == 1 and mark in header[0] and mark != delimiter:
+            return name
+    return ""
 
 
 def cast_batch(batch: pyarrow.RecordBatch, schema: pyarrow.Schema) -> pyarrow.Table:

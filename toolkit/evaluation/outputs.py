@@ -105,15 +105,16 @@ class Outputs:
         split: Split,
         tokenizer: Any,
         sizes: BatchSizes,
-        labels: Labels | None = None,
+        answers: Any = None,
         is_trial: bool = False,
     ) -> None:
-        """`labels`: for `evaluation`. `is_trial`: only one small batch is computed, and its outputs
-        stand for those of all samples: to find mistakes before training."""
+        """`answers`: a classifier's (`ClassAnswers`), for `evaluation`. `is_trial`: only one small
+        batch is computed, and its outputs stand for those of all samples: to find mistakes before
+        training."""
         self.accelerator = accelerator
         self.split = split
         self.sizes = sizes
-        self.labels = labels
+        self.answers = answers
         self.is_trial = is_trial
         self._collate = collator_of(split, tokenizer, accelerator.device)
         self._parts: list[list[np.ndarray]] = []
@@ -221,19 +222,16 @@ class Outputs:
     def evaluation(self, metrics: Metrics) -> Evaluation:
         """The evaluation of a classifier or regression, of which `add` got ids, logits (B, C) and
         losses (B,); a collective, every rank gets the numbers."""
-        from toolkit.evaluation.answers import ClassAnswers  # which imports this module
-
-        assert self.labels is not None
         arrays = self.in_order()
         if not arrays:
             return self.make_evaluation()
         logits, losses = arrays
-        split, labels = self.split, self.labels
-        compute_metrics = partial(_compute_metrics, metrics, labels)
+        split = self.split
+        compute_metrics = partial(_compute_metrics, metrics, self.answers.labels)
         evaluation = self.make_evaluation(
             losses,
             compute_metrics(logits, split.labels),
-            partial(ClassAnswers(labels).prediction_lines, split.rows, logits, split.labels),
+            partial(self.answers.prediction_lines, split.rows, logits, split.labels),
         )
         return dataclasses.replace(
             evaluation, outputs=(split, logits), compute_metrics=compute_metrics

@@ -26,28 +26,25 @@ from toolkit.evaluation.answers import Answers, answers_for
 from toolkit.evaluation.outputs import ReportProgress
 from toolkit.launch import log_on_main
 from toolkit.launch.precision import autocast
-from toolkit.models.exported import ExportedClassifier
 from toolkit.pretrained import load_config
 from toolkit.utils.cache import digest_of_text
 
 COLUMNS = "training_columns"
-"""The key in tokenizer_config.json, which transformers saves and does not interpret: the columns of the training file,
-for a model that is no longer in its run's folder."""
+"""The key in tokenizer_config.json, which transformers saves and does not interpret: the columns of
+the training file, for a model that is no longer in its run's folder."""
 _PARTS = ("settings", "data", "identity", "launch")
 
 
 def training_run(name: str) -> dict[str, Any]:
-    """`settings`, `data`, `identity` and `launch` in config.json of the run that trained this model. Without it (an
-    exported, converted or copied model, or one from the hub) `data` has the columns alone, and the others are empty."""
-    try:  # strict: a hub name must not count as a folder next to some run's config.json
-        run = json.loads(
-            (Path(name).resolve(strict=True).parent / "config.json").read_text(encoding="utf-8")
-        )
-        return {part: dict(run[part]) for part in _PARTS[:2]} | {
-            part: dict(run.get(part, {})) for part in _PARTS[2:]
-        }
-    except (OSError, ValueError, KeyError, TypeError):
-        return {part: {} for part in _PARTS} | {"data": _saved_columns(name)}
+    """`settings`, `data`, `identity` and `launch` in config.json of the run that trained this
+    model. Without it (an exported, converted or copied model, or one from the hub) `data` has the
+    columns alone, and the others are empty."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        # strict: a hub name must not count as a folder next to some run's config.json
+        file = Path(name).resolve(strict=True).parent / "config.json"
+        run = json.loads(file.read_text(encoding="utf-8"))
+        return {part: dict(run[part]) for part in _PARTS}
+    return {"settings": {}, "data": _saved_columns(name), "identity": {}, "launch": {}}
 
 
 def _saved_columns(name: str) -> dict[str, Any]:
@@ -63,49 +60,57 @@ def _saved_columns(name: str) -> dict[str, Any]:
 
 
 def training_quoting(name: str, file: str) -> Literal["csv", "none"]:
-    """The `--quoting` that the model was trained with, if the training file has the format of `file`: with another
-    the texts would silently differ in their double quotes."""
+    """The `--quoting` that the model was trained with, if the training file has the format of
+    `file`: with another the texts would silently differ in their double quotes."""
     run = training_run(name)
     settings = run["settings"] or run["data"]
-    same = format_of(Path(file)) in Path(str(settings.get("train_file")).lower()).suffixes
-    return "none" if same and settings.get("quoting") == "none" else "csv"
+    formats = Path(str(settings.get("train_file")).lower()).suffixes
+    if format_of(Path(file)) in formats and settings.get("quoting") == "none":
+        return "none"
+    return "csv"
 
 
 def choose_columns(
     name: str, table: Table, text: str | None, pair: str | None, label: str | None = None
 ) -> tuple[str, str | None]:
-    """The columns of texts and of second texts: `text` and `pair`, or else those that the model was trained on; for
-    texts one that is neither `label` nor usual for labels. Raises UserError if one is missing or unclear."""
+    """The columns of texts and of second texts: `text` and `pair`, or else those that the model was
+    trained on; for texts one that is neither `label` nor usual for labels. Raises UserError if one
+    is missing or unclear."""
     run = training_run(name)["data"]
-    trained, pair = str(run.get("text_column") or ""), pair or run.get("text_pair")
-    if not text and {*table.columns_of(trained)} & {
-        *table.rows.column_names
-    }:  # a missing one is an error below
+    pair = pair or run.get("text_pair")
+    trained = str(run.get("text_column") or "")
+    # a missing one is an error below
+    if not text and set(table.columns_of(trained)) & set(table.rows.column_names):
         text = trained
-    column = table.text_column(text, [*table.find_columns(label, USUAL, "label_column"), pair])
+    others = [*table.find_columns(label, USUAL, "label_column"), pair]
+    column = table.text_column(text, others)
     return column, table.pair_column(pair, column)
 
 
 def choose_labels(name: str, table: Table, column: str | None, labels: Labels) -> Labels | None:
-    """The model's labels with their columns and format in this file, by default as in training; None if it has no
-    label column. Raises UserError."""
+    """The model's labels with their columns and format in this file, by default as in training;
+    None if it has no label column. Raises UserError."""
     run = training_run(name)["data"]
-    names = run.get("label_columns", [])
-    trained = ",".join(names) if set(names) <= set(table.rows.column_names) else None
-    columns = table.find_columns(column or trained or None, USUAL, "label_column")
+    trained = run.get("label_columns", [])
+    if not column and set(trained) <= set(table.rows.column_names):
+        column = ",".join(trained) or None
+    columns = table.find_columns(column, USUAL, "label_column")
     if not columns:
         return None
     labels = labels.in_columns(table, columns)
-    return replace(labels, values=() if labels.multi_hot else tuple(run.get("label_values", ())))
+    if len(columns) > 1:
+        return labels
+    values = tuple(run.get("label_values", ()))
+    return replace(labels, values=values, separator=run.get("label_separator"))
 
 
 def empty_text_warning(rows: Sequence[int], count: int) -> str:
-    """A warning about `rows` (from 0) of `count`, whose text, or one text of a pair, is empty; "" without rows."""
+    """A warning about `rows` (from 0) of `count`, whose text, or one text of a pair, is empty; ""
+    without rows."""
+    if not rows:
+        return ""
     where = listing(row + 1 for row in rows)
-    return (
-        f"{len(rows)} of {count} rows have an empty text (rows {where}): meaningless predictions"
-        * bool(rows)
-    )
+    return f"{len(rows)} of {count} rows have an empty text (rows {where}): meaningless predictions"
 
 
 class SavedModel:
@@ -114,7 +119,8 @@ class SavedModel:
     def __init__(self, name: str) -> None:
         """Raises UserError for a model that cannot be loaded."""
         self.settings = ModelSettings(model_name_or_path=name)
-        self.config, self.tokenizer = load_config(self.settings), load_tokenizer(self.settings)
+        self.config = load_config(self.settings)
+        self.tokenizer = load_tokenizer(self.settings)
         self.answers: Answers = answers_for(name, self.config)
         self._shared: set[Path] = set()
         """Cache folders that `tokenize` has filled for all ranks."""
@@ -130,17 +136,19 @@ class SavedModel:
         per_device_batch_size: int,
         max_tokens: int | None,
     ) -> None:
-        model = self.answers.load(self.settings).to(
-            accelerator.device
-        )  # under FSDP accelerate does not move it
-        self.accelerator, self.config, self.max_length = accelerator, model.config, max_length
-        device = (
-            "cpu" if isinstance(model, ExportedClassifier) else accelerator.device.type
-        )  # where it computes
-        if isinstance(model, ExportedClassifier) and accelerator.mixed_precision != "no":
-            line = f"an exported model computes in its own precision, not in {accelerator.mixed_precision}"
-            log_on_main(accelerator, line)
-        self._sizes = per_device_batch_size, max_tokens or default_tokens_per_batch(device, 16384)
+        # under FSDP accelerate does not move it
+        model = self.answers.load(self.settings).to(accelerator.device)
+        device = accelerator.device.type
+        if next(model.parameters(), None) is None:  # another runtime's
+            device = "cpu"
+            if accelerator.mixed_precision != "no":
+                precision = accelerator.mixed_precision
+                line = f"an exported model computes in its own precision, not in {precision}"
+                log_on_main(accelerator, line)
+        self.accelerator = accelerator
+        self.config = model.config
+        self.max_length = max_length
+        self._sizes = (per_device_batch_size, max_tokens or default_tokens_per_batch(device, 16384))
         self.model = accelerator.prepare_model(model, evaluation_mode=True)
 
     @cached_property
@@ -148,20 +156,17 @@ class SavedModel:
         return f"{fingerprint(self.tokenizer)} {self.tokenizer.model_input_names}"
 
     def read_texts(self, table: Table, column: str) -> list[str]:
-        return [
-            text
-            for (texts,) in table.text_blocks([column], separator_of(self.tokenizer))
-            for text in texts
-        ]
+        blocks = table.text_blocks([column], separator_of(self.tokenizer))
+        return [text for (texts,) in blocks for text in texts]
 
     def tokenize(
         self, texts: Sequence[str], pairs: Sequence[str] | None = None, facts: str | None = None
     ) -> Split:
-        """`facts` identify these texts in the cache, so that several processes share the tokenizing."""
-        shared = facts and self.accelerator.num_processes > 1
-        shared_as = (
-            digest_of_text(f"{facts} {self.max_length} {self._fingerprint}") if shared else None
-        )
+        """`facts` identify these texts in the cache, so that several processes share the
+        tokenizing."""
+        shared_as = None
+        if facts and self.accelerator.num_processes > 1:
+            shared_as = digest_of_text(f"{facts} {self.max_length} {self._fingerprint}")
         split = split_of_texts(
             "texts", self.tokenizer, self.config, self.max_length, texts, pairs, shared_as
         )
@@ -170,8 +175,8 @@ class SavedModel:
         return split
 
     def compute_outputs(self, split: Split, report: ReportProgress | None = None) -> Any:
-        """The outputs for a whole split on the main process, None on the others; a collective. It removes the split's
-        tokens from the cache."""
+        """The outputs for a whole split on the main process, None on the others; a collective. It
+        removes the split's tokens from the cache."""
         with autocast(self.accelerator):
             outputs = self.answers.outputs(
                 self.accelerator, self.model, split, self.tokenizer, *self._sizes, report

@@ -22,6 +22,8 @@ Who starts, meets, watches and stops whom, for `--config_file` after the script:
   no longer counts is one, and each launcher then stops its ranks and prints the same line.
 - Signals go to the launcher, which passes them on; ranks stop after their step (`signals`). If a
   launcher is killed, Linux stops its ranks, and the other launchers miss its heartbeat.
+- `network` has addresses, ports, and why a machine cannot be reached; `exit_state` is the one state
+  that the threads of a process share: what to close, and whom to tell, before it exits.
 
 Under `torchrun`, `accelerate launch --config_file FILE script`, `deepspeed`, `mpirun` and `srun`
 (`environment`) that program starts, watches and stops the ranks of its machine. The ranks meet in

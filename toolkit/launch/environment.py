@@ -15,7 +15,7 @@ import re
 import shlex
 import sys
 import zlib
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,17 +37,24 @@ MARKER = "TOOLKIT_LAUNCH"
 THREADS = "OMP_NUM_THREADS"
 # set by `toolkit verify`: added to every seed except those of the sample order and initial weights
 OTHER_RANDOMNESS = "TOOLKIT_OTHER_RANDOMNESS"
-_ACCELERATE_LAUNCH = re.compile(r"accelerate( |-|\.commands\.)launch$")
+_ACCELERATE_LAUNCH = ("accelerate launch", "accelerate-launch", "accelerate.commands.launch")
+# how variables begin that only this launcher sets -> the launcher, the innermost first
+_MARKS = {
+    MARKER: "toolkit",
+    "CROSS_SIZE": "deepspeed",
+    "ACCELERATE_": "accelerate",
+    "TORCHELASTIC_RUN_ID": "torchrun",
+}
 _ADDRESS_REMEDY = (
     "pass the address of rank 0's machine, and a free port of it: `mpirun -x MASTER_ADDR=ADDRESS`, "
     "or in a Slurm script `export MASTER_ADDR=$(scontrol show hostnames | head -n 1)`"
 )
 FIRST_PORT, PORTS = 20000, 12000  # below the ephemeral ports
-# timeout setting -> the variable that passes it to the processes, and its default in seconds
+# option -> its default in seconds
 TIMEOUTS = {
-    "rendezvous_timeout": ("TOOLKIT_RENDEZVOUS_TIMEOUT", 60),  # for all machines to come
-    "ddp_timeout": ("TOOLKIT_DDP_TIMEOUT", 1800),  # in a collective; `transformers`' default
-    "peer_timeout": ("TOOLKIT_PEER_TIMEOUT", 30),  # without an answer a machine counts as lost
+    "rendezvous_timeout": 60,  # for all machines to come
+    "ddp_timeout": 1800,  # in a collective; the default of `transformers`
+    "peer_timeout": 30,  # without an answer a machine counts as lost
 }
 
 
@@ -81,38 +88,39 @@ def place_of(env: Mapping[str, str]) -> Place:
         if rank in env and world in env and local_rank in env:
             local = env.get(local_world) or env.get("LOCAL_SIZE") or env[world]
             local = re.split(r"[(,]", local)[0]  # Slurm's: 2(x3)
-            launcher = launcher or _launcher_with_torch_variables(env)
+            launcher = launcher or _launcher(env) or "environment"
             ranks = _number(env, rank), _number(env, world), _number(env, local_rank)
             return Place(launcher, *ranks, parse_int(local_world, local))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PMI_RANK"):
         if name in env:  # each process would train a separate model
             remedy = f"set RANK, WORLD_SIZE and LOCAL_RANK, or `unset {name}` to run one process"
             raise UserError(f"{name} is set, and not all of the others: {remedy}")
-    return Place("accelerate" if _by_accelerate(env) else "python", 0, 1, 0, 1)
+    return Place(_launcher(env) or "python", 0, 1, 0, 1)
 
 
-def _launcher_with_torch_variables(env: Mapping[str, str]) -> str:
-    if MARKER in env:
-        return "toolkit"
-    if "CROSS_SIZE" in env:  # only DeepSpeed's own launcher sets it
-        return "deepspeed"
-    if _by_accelerate(env):
-        return "accelerate"
-    return "torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment"
+def _launcher(env: Mapping[str, str]) -> str:
+    """The launcher that sets torch's variables; empty if none has."""
+    for mark, launcher in _MARKS.items():
+        if any(name.startswith(mark) for name in env):
+            return launcher
+    return ""
 
 
-def _by_accelerate(env: Mapping[str, str]) -> bool:
-    return any(name.startswith("ACCELERATE_") for name in env)
-
-
-def accelerate_launch_words() -> Sequence[str] | None:
-    """The arguments of the `accelerate launch` that is this process's parent; None: it is not."""
+def parent_words() -> list[str]:
+    """The command line of this process's parent."""
     with contextlib.suppress(psutil.Error):
-        line = psutil.Process(os.getppid()).cmdline()
-        for end in range(1, 5):
-            if _ACCELERATE_LAUNCH.search(" ".join(line[:end])):
-                return line[end:]
-    return None
+        return psutil.Process(os.getppid()).cmdline()
+    return []
+
+
+def accelerate_launch_words() -> list[str]:
+    """The arguments of the `accelerate launch` that is this process's parent; empty if it is not
+    the parent."""
+    words = parent_words()
+    for end in range(1, 5):
+        if " ".join(words[:end]).endswith(_ACCELERATE_LAUNCH):
+            return words[end:]
+    return []
 
 
 def attempt() -> int:
@@ -139,10 +147,9 @@ def user_threads(env: Mapping[str, str]) -> int | None:
     """OMP_NUM_THREADS as the user set it; None if it is unset, or the 1 that `torchrun` and
     `accelerate launch` set however many cores there are."""
     text = env.get(THREADS, "")
-    by_launcher = MARKER not in env and ("TORCHELASTIC_RUN_ID" in env or _by_accelerate(env))
-    if not text.isdigit() or (text == "1" and by_launcher):
+    if text == "1" and _launcher(env) in ("torchrun", "accelerate"):
         return None
-    return int(text)
+    return int(text) if text.isdigit() else None
 
 
 def set_torch_variables(env: MutableMapping[str, str]) -> Place:
@@ -200,28 +207,23 @@ def parse_int(
 
 
 def timeout_seconds(name: str) -> int:
-    """The value of one of TIMEOUTS, from its option, or else its default."""
-    variable, default = TIMEOUTS[name]
-    return int(os.environ.get(variable) or default)
+    """The value of one of TIMEOUTS."""
+    return int(os.environ.get(timeout_variable(name)) or TIMEOUTS[name])
+
+
+def timeout_variable(name: str) -> str:
+    """The variable that passes the option to the processes."""
+    return f"TOOLKIT_{name.upper()}"
 
 
 @functools.cache
 def launch_info() -> dict[str, Any]:
     """For config.json: the launcher's config file, and the command line to start the same run again
     on this machine, in this folder. Cached: launchers may end before this process."""
-    ours = launch_request()
-    words = ["python", *ours["argv"]] if ours else _command_words()
-    file, folder = ours.get("config_file"), str(Path.cwd())
+    request, words = launch_request(), parent_words()
+    if request:
+        words = ["python", *request["argv"]]
+    elif sys.argv[0] not in words:  # a shell's
+        words = ["python", *sys.argv]
+    file, folder = request.get("config_file"), str(Path.cwd())
     return {"config_file": file, "command": shlex.join(words), "folder": folder}
-
-
-def _command_words() -> Sequence[str]:
-    """The command line of the outermost Python program, or MPI's or Slurm's, with this script."""
-    words = ["python", *sys.argv]
-    with contextlib.suppress(psutil.Error, ValueError):
-        for process in psutil.Process().parents()[:4]:
-            name, *line = process.cmdline()
-            program = Path(name).name
-            if sys.argv[0] in line and program.startswith(("python", "mpirun", "srun")):
-                words = [program, *line]
-    return words

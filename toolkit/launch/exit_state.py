@@ -1,27 +1,27 @@
-"""What this process closes before it exits, and what its launcher does to it."""
+"""The state of this process's run: what any of its threads needs to end it."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from toolkit.utils.timeouts import call_with_timeout
 
 if TYPE_CHECKING:
     from toolkit.launch.heartbeat import Board
+    from toolkit.launch.ranks import World
+    from toolkit.launch.signals import StopSignals
 
 ERROR_FILE = "TOOLKIT_ERROR_FILE"
 """Set by our launcher: the file in which a process leaves its failure for it to print."""
 RESUME_HINT = "; the same command resumes from the newest checkpoint (--checkpoint_every)"
 _CLOSE_SECONDS = 10.0  # a tracker's server may not answer
-_closing = threading.Lock()
 
 
 @dataclass
@@ -30,13 +30,18 @@ class ExitState:
 
     close: Callable[[], object] | None = None
     """Closes trackers before `os._exit`, which closes nothing."""
+    closing: threading.Lock = field(default_factory=threading.Lock)
     explain: Callable[[Exception], str | None] | None = None
     """Returns the message for an exception; None for a traceback."""
     exit_code: int = 0
     unfinished: str = ""
     """A warning for when `main` returns."""
+    world: World | None = None
+    """The processes of this run; a second accelerator uses the same."""
     board: Board | None = None
     """Where this process reports its failure to other machines, under a launcher that does not."""
+    signals: StopSignals | None = None
+    """Receives stop signals while the run trains."""
 
 
 # A global: the main thread, the heartbeat's thread and signal handlers can each exit the process.
@@ -51,7 +56,7 @@ def close_on_failure(close: Callable[[], object] | None = None) -> None:
 
 def close_resources() -> None:
     """Calls the registered `close` once; a second thread that exits waits for the first."""
-    with _closing:
+    with exit_state.closing:
         close, exit_state.close = exit_state.close, None
         if close is not None:
             with contextlib.suppress(Exception):  # the failure has been reported
@@ -63,10 +68,7 @@ def stop_with_parent(number: int = signal.SIGTERM) -> None:
 
     The kernel watches the thread that forked, so that thread must not end.
     """
-    parent = os.getppid()
     if sys.platform == "linux":
         set_parent_death_signal = 1  # prctl(2), PR_SET_PDEATHSIG
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(set_parent_death_signal, number)
-    if os.getppid() != parent:  # it has ended meanwhile
-        os.kill(os.getpid(), number)

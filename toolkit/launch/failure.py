@@ -54,7 +54,6 @@ def run(main: Callable[[], None], module: str | None = None, relaunches: bool = 
     """
 
     def work() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         if relaunches:
             _launch_if_requested(module)
         collector.before_imports()
@@ -69,10 +68,8 @@ def run(main: Callable[[], None], module: str | None = None, relaunches: bool = 
 
 def _launch_if_requested(module: str | None) -> None:
     """Becomes the launcher, and exits with its code, if the arguments ask for it."""
-    argv, request = take_options(sys.argv, module)
-    if request is None:
-        sys.argv = argv
-    else:
+    sys.argv, request = take_options(sys.argv, module)
+    if request is not None:
         from toolkit.launch.launcher import launch
 
         _exit(launch(request))
@@ -141,45 +138,43 @@ def fail(failure: Failure) -> NoReturn:
     with contextlib.suppress(ValueError):  # not the main thread
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # of a launcher, when the first rank has exited
-    if not _leave_for_launcher(failure):
-        _print(failure)
+    file, place = os.environ.get(ERROR_FILE), _place()
+    if file:
+        with contextlib.suppress(OSError):
+            Path(file).write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    elif failure.code != INTERRUPTED or place.rank == 0:  # Ctrl-C reaches all of a terminal
+        _wait_for_cause(failure, place)
+        failure = report(failure)
     close_resources()
     _exit(failure.code)
 
 
-def _leave_for_launcher(failure: Failure) -> bool:
-    """Returns False if no launcher of ours waits for it."""
-    file = os.environ.get(ERROR_FILE)
-    if not file:
-        return False
-    with contextlib.suppress(OSError):
-        Path(file).write_text(json.dumps(asdict(failure)), encoding="utf-8")
-    return True
+def _wait_for_cause(failure: Failure, place: Place) -> None:
+    """Lets another process print its failure: local rank 0, if all fail alike, or the one that has
+    caused this one. Then the launcher, or the heartbeat's thread, ends this process."""
+    if not failure.is_effect and not place.local_rank:
+        return
+    close_resources()
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if failure.is_effect and not place.is_local:
+        time.sleep(timeout_seconds("peer_timeout"))
+    time.sleep(_REPORT_SECONDS)
 
 
-def _print(failure: Failure) -> None:
-    """Prints it unless another process does: local rank 0, if all fail alike, or the one that has
-    caused this failure. Then the launcher, or the watcher of other machines, ends this process
-    while it waits."""
-    place, interrupted = _place(), failure.code == INTERRUPTED
-    if failure.is_effect or (place.local_rank and not interrupted):
-        close_resources()
-        with contextlib.suppress(ValueError):  # not the main thread
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if failure.is_effect and not place.is_local:
-            time.sleep(timeout_seconds("peer_timeout"))
-        time.sleep(_REPORT_SECONDS)
-    board, exit_state.board = exit_state.board, None  # its watcher ends this process no more
-    shown = board.publish(failure) if board else failure
-    if not interrupted or place.rank == 0:  # Ctrl-C reaches all of a terminal
-        with contextlib.suppress(OSError):  # the output is closed
-            logger.error(shown.text or shown.line)
+def report(failure: Failure) -> Failure:
+    """Prints the run's first failure, this one or another machine's; returns it."""
+    board, exit_state.board = exit_state.board, None  # its thread ends this process no more
+    if board:
+        failure = board.publish(failure)
+    with contextlib.suppress(OSError):  # the output is closed
+        logger.error(failure.text or failure.line)
+    return failure
 
 
 def exit_with(failure: Failure) -> NoReturn:
-    """Prints another process's failure, and exits, whatever the main thread waits for."""
-    with contextlib.suppress(OSError):
-        logger.error(failure.line)
+    """Reports a failure, and exits, whatever the main thread waits for."""
+    failure = report(failure)
     close_resources()
     _exit(failure.code)
 
@@ -194,7 +189,7 @@ def _exit_at_end() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of a launcher, when the first has exited
     board, exit_state.board = exit_state.board, None
     if board:
-        board.leave()
+        board.finish()
     if exit_state.exit_code or _place().world_size > 1:
         _exit(exit_state.exit_code)
 

@@ -18,12 +18,10 @@ from typing import Any
 from toolkit.launch.exit_state import RESUME_HINT
 
 _BEAT_SECONDS = 1.0
-_READ_SECONDS = 5.0
-"""How long a member waits for the store when the run is over."""
+# A member waits this long for the store when it publishes a failure.
+_WRITE_SECONDS = 5.0
+# Member 0 serves the store this long for others that have not read the failure.
 _SERVE_SECONDS = 3.0
-"""How long member 0 serves the store for others that have not read the last news."""
-_FINISH_SECONDS = 600.0
-"""How long it waits for the work of others."""
 
 
 @dataclass(frozen=True)
@@ -49,60 +47,50 @@ class Board:
 
     def __init__(self, store: Any, names: Sequence[str], me: int, timeout: float) -> None:
         self._store, self._names, self._me, self._timeout = store, names, me, timeout
-        self._others = [other for other in range(len(names)) if other != me]
-        self._beats = dict.fromkeys(self._others, "")
-        now = time.monotonic()
-        self._seen = dict.fromkeys(range(len(names)), now)
-        """When each heartbeat was last seen to move; one's own: when the store last answered."""
-        self._mine: Failure | None = None
-        self._failure: Failure | None = None
+        members = range(len(names))
+        self._beats = dict.fromkeys(members, "")
+        self._moved = dict.fromkeys(members, time.monotonic())
+        """When each heartbeat was last seen to move, this member's too: its store may not answer."""
+        self._own: Failure | None = None
+        self._first: Failure | None = None
         self._finished = False
-        self.all_finished = not self._others
+        self._all_finished = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
-        if self._others:
-            self._thread.start()
+        self._thread.start()
 
     def failure(self) -> Failure | None:
         """The run's first failure, as far as this member knows."""
-        return self._failure or self._lost()
+        return self._first or self._lost()
 
     def publish(self, failure: Failure) -> Failure:
         """Publishes a failure, without its text; returns the run's first one: this or another."""
-        self._mine = replace(failure, text="")
+        self._own = replace(failure, text="")
         self._wake.set()
-        if self._others:
-            self._thread.join(_READ_SECONDS)
-        if self._failure in (None, self._mine):
+        self._thread.join(_WRITE_SECONDS)
+        if self._first in (None, self._own):
             return failure
-        return self._failure
+        return self._first
 
-    def finish(self) -> None:
-        """This member's work is done: its heartbeat may end."""
+    def finish(self) -> Failure | None:
+        """This member's work is done. Waits for the others, which may read the store of member 0;
+        returns the run's failure, if one of them fails."""
         self._finished = True
         self._wake.set()
-
-    def leave(self) -> None:
-        """Finishes. Member 0, whose store they read, waits for the others; call it last."""
-        self.finish()
-        waits = self._me == 0 and self._failure is None
-        deadline = time.monotonic() + (_FINISH_SECONDS if waits else _READ_SECONDS)
         while self._thread.is_alive() and self._lost() is None:
             self._thread.join(0.1)
-            if time.monotonic() > deadline:
-                return
+        return self.failure()
 
     def _lost(self) -> Failure | None:
         """The failure of a member that does not answer."""
         now, timeout = time.monotonic(), self._timeout
-        silent = [other for other in self._others if now - self._seen[other] > timeout]
-        if self._me != 0 and now - self._seen[self._me] > timeout:
-            silent = [0]  # its store does not answer
-        if not silent or self.all_finished:
+        silent = [member for member, moved in self._moved.items() if now - moved > timeout]
+        if not silent or self._all_finished:
             return None
-        who = self._names[silent[0]]
+        lost = 0 if self._me in silent else silent[0]  # 0 serves the store
         why = f"no answer for {timeout:.0f} s: it or the network is down"
-        return Failure(f"error: lost the connection to {who}: {why}{RESUME_HINT}", permanent=True)
+        line = f"error: lost the connection to {self._names[lost]}: {why}{RESUME_HINT}"
+        return Failure(line, permanent=True)
 
     def _run(self) -> None:
         number = 0
@@ -112,36 +100,31 @@ class Board:
                 self._wake.wait(_BEAT_SECONDS)
                 self._wake.clear()
         except RuntimeError:  # the process that serves the store has ended
-            self.all_finished = self._finished
-            if not self._finished and self._failure is None:
+            self._all_finished = self._finished
+            if not self._finished:
                 why = "it was killed or has crashed; see the output there"
                 line = f"error: {self._names[0]} has left the run: {why}{RESUME_HINT}"
-                self._failure = Failure(line, permanent=True)
+                self._first = Failure(line, permanent=True)
 
     def _exchange(self, number: int) -> bool:
         """One heartbeat; returns whether it was the last."""
-        finished = self._finished  # it may become true while this runs: then the next one says so
-        state = "finished" if finished else str(number)
-        self._store.set(f"beat {self._me}", state)
-        for other in self._others:
-            beat = self._get(f"beat {other}")
-            if beat != self._beats[other] or beat == "finished":
-                self._beats[other], self._seen[other] = beat, time.monotonic()
-        failure = self._first_failure()
-        self._seen[self._me] = time.monotonic()
-        self.all_finished = finished and set(self._beats.values()) <= {"finished"}
-        if not failure and not self.all_finished:
+        self._store.set(f"beat {self._me}", "finished" if self._finished else str(number))
+        for member, last in self._beats.items():
+            beat = self._get(f"beat {member}")
+            if beat != last or beat == "finished":
+                self._beats[member] = beat
+                self._moved[member] = time.monotonic()
+        if self._own:
+            self._store.compare_set("failure", "", json.dumps(asdict(self._own)))
+        text = self._get("failure")
+        self._all_finished = set(self._beats.values()) == {"finished"}
+        if not text and not self._all_finished:
             return False
-        self._failure = failure
-        if self._me == 0:
+        if text:
+            self._first = Failure(**json.loads(text))
+        if self._me == 0 and len(self._names) > 1:
             time.sleep(_SERVE_SECONDS)
         return True
 
     def _get(self, key: str) -> str:
         return self._store.get(key).decode() if self._store.check([key]) else ""
-
-    def _first_failure(self) -> Failure | None:
-        if self._mine:
-            self._store.compare_set("failure", "", json.dumps(asdict(self._mine)))
-        text = self._get("failure")
-        return Failure(**json.loads(text)) if text else None

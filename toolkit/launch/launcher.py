@@ -55,7 +55,7 @@ class Launcher:
         self.deadline = float("inf")
         """When processes are killed."""
         self.oom_kills = _count_oom_kills()
-        if environment.accelerate_launch_words() is not None:
+        if environment.accelerate_launch_words():
             stop_with_parent()  # `accelerate launch` forwards no stop signal
         signals.install_handler(self._forward)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # for addresses without a host name
@@ -64,22 +64,20 @@ class Launcher:
         variables = accelerate_environment(self.request)
         seconds = timeout_seconds("rendezvous_timeout")
         self.met = meet_launchers(self.request.machines, self._facts(), seconds)
-        restarts = self.request.max_restarts
-        for attempt in range(restarts + 1):
+        restarts, attempt = self.request.max_restarts, 0
+        while True:
             board = self._make_board(attempt)
             self._start(variables, attempt)
             failure = self._watch(board)
             self._stop()
-            final = failure is None or failure.permanent or self.signal or attempt == restarts
-            if failure and not final:
-                logger.error(f"{failure.text or failure.line}: restart {attempt + 1} of {restarts}")
-            board.leave()
-            if final:
-                break
-        if failure is None:
-            return max(rank.returncode for rank in self.ranks)
-        logger.error(failure.text or failure.line)
-        return failure.code
+            if failure is None:
+                return max(rank.returncode for rank in self.ranks)
+            line = failure.text or failure.line
+            if failure.permanent or self.signal or attempt == restarts:
+                logger.error(line)
+                return failure.code
+            attempt += 1
+            logger.error(f"{line}: restart {attempt} of {restarts}")
 
     # --- before the start
 
@@ -93,24 +91,28 @@ class Launcher:
             "device": device.type,
             "use_cpu": self.request.use_cpu,
             "num_processes": self.request.processes,
-            "max_restarts": self.request.max_restarts,
         }
 
     def _make_board(self, attempt: int) -> Board:
         from torch.distributed import PrefixStore
 
-        names = []
-        for machine, host in enumerate(self.met.hosts):
-            first = machine * self.here
-            names.append(name_machine(host, range(first, first + self.here)))
+        names = [name_machine(*machine) for machine in self._machines()]
         store = PrefixStore(f"attempt {attempt}", self.met.store)
         return Board(store, names, self.request.machines.rank, timeout_seconds("peer_timeout"))
+
+    def _machines(self) -> list[tuple[str, list[int]]]:
+        """(host, its ranks) of each."""
+        machines = []
+        for number, host in enumerate(self.met.hosts):
+            first = number * self.here
+            machines.append((host, list(range(first, first + self.here))))
+        return machines
 
     # --- the processes of this machine
 
     def _start(self, variables: dict[str, str], attempt: int) -> None:
         request, self.ranks = self.request, []
-        marker = {**request.marker(), "hosts": self.met.hosts}
+        marker = {**request.marker(), "machines": self._machines()}
         common = {
             **clean_environment(os.environ), **variables,
             environment.MARKER: json.dumps(marker),
@@ -123,15 +125,9 @@ class Launcher:
             file = self._error_file(local)
             file.unlink(missing_ok=True)
             env = {**common, ERROR_FILE: str(file), **self._torch_variables(local, common)}
-            # its handler unblocks SIGINT: until then Python would print a traceback
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
-                # a terminal's Ctrl-C reaches the launcher alone
-                command = request.command()
-                process = Popen(command, env=env, stdin=DEVNULL, start_new_session=True)
-                self.ranks.append(process)
-            finally:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            # in a session of its own: a terminal's Ctrl-C reaches the launcher alone
+            rank = Popen(request.command(), env=env, stdin=DEVNULL, start_new_session=True)
+            self.ranks.append(rank)
 
     def _torch_variables(self, local: int, env: dict[str, str]) -> dict[str, str]:
         """None for a single process of no strategy, which needs no group."""
@@ -153,65 +149,51 @@ class Launcher:
 
     def _watch(self, board: Board) -> Failure | None:
         """The run's first failure on any machine; None when all have ended well."""
-        effect_since = 0.0
+        several = self.request.machines.count > 1
+        cause_seconds = _CAUSE_SECONDS + (timeout_seconds("peer_timeout") if several else 0.0)
+        effect_since = float("inf")
         while True:
-            failure = board.failure() or self._own_failure()
+            failure = board.failure() or self._first_failure()
             now = time.monotonic()
             if failure and failure.is_effect:
-                effect_since = effect_since or now
-                if now - effect_since < self._cause_seconds():
-                    failure = None
-            if failure:
+                effect_since = min(effect_since, now)
+            if failure and (not failure.is_effect or now > effect_since + cause_seconds):
                 return board.publish(failure)
-            if all(rank.poll() is not None for rank in self.ranks) and not effect_since:
-                board.finish()
-                if board.all_finished:
-                    return None
+            if failure is None and all(rank.poll() is not None for rank in self.ranks):
+                return board.finish()
             if now > self.deadline:
                 self._send(signal.SIGKILL)
             time.sleep(_POLL_SECONDS)
 
-    def _cause_seconds(self) -> float:
-        several = self.request.machines.count > 1
-        return _CAUSE_SECONDS + (timeout_seconds("peer_timeout") if several else 0.0)
-
-    def _own_failure(self) -> Failure | None:
-        """The first cause among this machine's failed processes."""
+    def _first_failure(self) -> Failure | None:
+        """The failure of one of this machine's processes, a cause if there is one."""
         failures = []
         for local, rank in enumerate(self.ranks):
             code = rank.poll() or 0
             stopped = code - 128 in signals.STOP_SIGNALS and not self._error_file(local).exists()
             if code and not stopped:
                 failures.append(self._describe(local, code))
-        failures.sort(key=lambda failure: failure.is_effect)
-        if not failures:
-            return None
-        return self._name_silent_end(failures[0])
-
-    def _name_silent_end(self, failure: Failure) -> Failure:
-        """Others lose the connection to a rank that has left without an error."""
+        first = min(failures, key=lambda failure: failure.is_effect, default=None)
         for local, rank in enumerate(self.ranks):
-            if failure.is_effect and rank.poll() == 0:
-                who = f"rank {self.first_rank + local} has ended without an error"
-                return replace(failure, line=f"{failure.line} ({who}: `sys.exit()`?)")
-        return failure
+            if first and first.is_effect and rank.poll() == 0:
+                who = f"rank {self.first_rank + local}"
+                return replace(first, line=f"{first.line} ({who} has ended without an error)")
+        return first
 
     def _describe(self, local: int, code: int) -> Failure:
         who = f"rank {self.first_rank + local} on {self.host}"
-        if self.request.processes == 1:
-            who = f"the process on {self.host}"
         with contextlib.suppress(OSError, ValueError):
             return Failure(**json.loads(self._error_file(local).read_text(encoding="utf-8")))
         if code > 0:
             return Failure(f"error: {who} exited with code {code}", code)
         if -code == self.signal or time.monotonic() > self.deadline:
             return Failure(_stop_line(self.signal), 128 + self.signal, permanent=True)
-        name, hint = signal.Signals(-code).name, ""
+        hint = ""
         if -code == signal.SIGKILL:
             hint = ", by a user, a scheduler or a memory guard"
             if _count_oom_kills() > self.oom_kills:
                 hint = ", probably by the kernel: out of memory (`dmesg | tail`)"
-        line = f"error: {who} was killed by {name}{hint}{RESUME_HINT}"
+        line = f"error: {who} was killed by {signal.Signals(-code).name}{hint}{RESUME_HINT}"
         return Failure(line, is_effect=-code == signal.SIGABRT)  # NCCL's watchdog
 
     def _stop(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.errors import UserError, listing
 from toolkit.launch.environment import parse_int
-from toolkit.launch.network import is_this_machine, resolve_addresses
+from toolkit.launch.network import LOOPBACK, is_this_machine, resolve_addresses
 
 TWO_NODE_FILES = "accelerate_configs/2node.yaml (or 2node_zero2, 2node_zero3, 2node_fsdp2)"
 PLACEHOLDER = "ADDRESS_OF_MACHINE_0"
@@ -28,7 +28,7 @@ class Machines:
     first: str
     """Machine 0's address."""
     port: int
-    """Where machine 0 is reached."""
+    """Where machine 0 is reached; 0: any port."""
 
 
 def name_machine(host: str, ranks: Sequence[int]) -> str:
@@ -53,10 +53,11 @@ def find_machines(
     Raises UserError if an address is missing or unusable, or this machine's rank is unknown.
     """
     count = parse_int("num_machines", config.get("num_machines") or 1, path)
-    port = _port(options, config, path)
+    value = options.get("main_process_port") or config.get("main_process_port") or DEFAULT_PORT
+    port = parse_int("main_process_port", value, path, minimum=1)
     if count == 1:
         _refuse_options_of_several(options, path)
-        return Machines(1, 0, "", "127.0.0.1", port)
+        return Machines(1, 0, "", LOOPBACK, 0)
     first = options.get("main_process_ip") or _first_address(config, path)
     sources = {
         "--machine_rank": options.get("machine_rank"),
@@ -77,11 +78,6 @@ def _refuse_options_of_several(options: Mapping[str, str | None], path: Path) ->
         if options.get(name):
             why = f"{path} is for one machine, so --{name} would have no effect"
             raise UserError(f"{why}: use {TWO_NODE_FILES}, or leave it out")
-
-
-def _port(options: Mapping[str, str | None], config: Mapping[str, Any], path: Path) -> int:
-    value = options.get("main_process_port") or config.get("main_process_port") or DEFAULT_PORT
-    return parse_int("main_process_port", value, path, minimum=1)
 
 
 def _first_address(config: Mapping[str, Any], path: Path) -> str:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import UserError, listing, printable
@@ -23,7 +22,7 @@ from toolkit.utils import versions
 from toolkit.utils.log import logger
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store, TCPStore
 
 _POLL_SECONDS, _LOG_SECONDS = 0.1, 5.0
 # Who serves the store waits this long for the others to read a fault.
@@ -43,12 +42,11 @@ class Hello:
     node: str = field(default_factory=network.node_id)
     address: str = ""
     """Its source address for connections to the first one."""
-    token: str = field(default_factory=lambda: secrets.token_hex(8))
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Versions and settings that must be the same everywhere."""
 
 
-def connect(address: str, port: int, seconds: float) -> Store:
+def connect(address: str, port: int, seconds: float) -> TCPStore:
     """Connects to the store of the first machine. Raises RendezvousError."""
     try:
         return network.connect_store(address, port, seconds)
@@ -62,7 +60,7 @@ def connect(address: str, port: int, seconds: float) -> Store:
 class Met:
     """What a launcher knows of the others after they have met."""
 
-    store: Store
+    store: TCPStore
     address: str
     port: int
     """Where machine 0 serves the store."""
@@ -75,44 +73,45 @@ def meet_launchers(machines: Machines, facts: Mapping[str, Any], seconds: float)
 
     Raises RendezvousError, in all, if one is missing, is there twice or differs in `facts`.
     """
-    me, first, host = machines.rank, machines.first, socket.gethostname()
-    if machines.count == 1:
-        network.choose_interface(os.environ, network.LOOPBACK)
-        server = network.serve_store(network.LOOPBACK, 0)
-        return Met(server, network.LOOPBACK, server.port, [host])
-    logger.info(f"this is machine {me} ({host}) of {machines.count}: {machines.rank_source}")
-    if me == 0 and network.is_this_machine(first):
-        address = network.address_to_serve(first, is_local=False)
-        store: Store = network.serve_store(address, machines.port)
+    rank, first, is_alone = machines.rank, machines.first, machines.count == 1
+    if not is_alone:
+        who = f"machine {rank} ({socket.gethostname()}) of {machines.count}"
+        logger.info(f"this is {who}: {machines.rank_source}")
+    if rank == 0 and network.is_this_machine(first):
+        address = network.address_to_serve(first, is_alone)
+        store = network.serve_store(address, machines.port)
     else:
         address, store = first, connect(first, machines.port, seconds)
-    source = network.source_address_for(address) or ""  # of an own address: itself
-    network.choose_interface(os.environ, source)
     remedies = {
         "missing": f"start the same command there, with --main_process_ip {first} there too; if it "
         "was started, see its output, and open all ports between the machines. "
         f"{doctor_command(first)}",
         "twin": "pass another --machine_rank on each machine (or set NODE_RANK there)",
     }
-    names = [f"machine {rank}" for rank in range(machines.count)]
-    hellos = meet(store, Hello(me, address=source, facts=facts), names, seconds, remedies)
-    return Met(store, address, machines.port, [hello.host for hello in hellos])
+    names = [f"machine {number}" for number in range(machines.count)]
+    hellos = meet(store, address, rank, names, facts, remedies, seconds)
+    return Met(store, address, store.port, [hello.host for hello in hellos])
 
 
 def meet(
     store: Store,
-    me: Hello,
+    address: str,
+    number: int,
     names: Sequence[str],
-    seconds: float,
+    facts: Mapping[str, Any],
     remedies: Mapping[str, str],
+    seconds: float,
 ) -> list[Hello]:
-    """Waits for all; returns their hellos in order.
+    """Waits for all, and chooses the interface between them; returns their hellos in order.
 
-    `names`: `machine 1 (10.0.0.2)`, for the user. `remedies`: what to do if some are `missing`, and
-    about a `twin`. Raises RendezvousError, in all, within `seconds` and a little more.
+    `address`: the store's. `number`: this one's. `names`: `machine 1`, for the user. `remedies`:
+    what to do if some are `missing`, and about a `twin`. Raises RendezvousError, in all, within
+    `seconds` and a little more.
     """
+    me = Hello(number, address=network.source_address_for(address) or "", facts=facts)
     try:
-        hellos = _wait_for_all(store, me, names, seconds, remedies)
+        _write_hello(store, me, names, remedies["twin"])
+        hellos = _wait_for_all(store, me, names, seconds, remedies["missing"])
         _refuse_differences(hellos)
     except RendezvousError as error:
         with contextlib.suppress(RuntimeError):  # the first machine has read it, and has ended
@@ -121,28 +120,36 @@ def meet(
         raise
     except RuntimeError as error:
         raise RendezvousError(f"{names[0]} was reached, and has ended since") from error
+    _choose_interface(me, hellos)
     return hellos
 
 
+def _choose_interface(me: Hello, hellos: Sequence[Hello]) -> None:
+    source = me.address
+    if len({hello.node for hello in hellos}) == 1:
+        source = network.LOOPBACK
+    elif network.is_loopback(source):  # the first machine's name, on Debian
+        source = network.source_address_for(hellos[-1].address) or ""
+    network.choose_interface(os.environ, source)
+
+
 def _wait_for_all(
-    store: Store, me: Hello, names: Sequence[str], seconds: float, remedies: Mapping[str, str]
+    store: Store, me: Hello, names: Sequence[str], seconds: float, remedy: str
 ) -> list[Hello]:
-    _write_hello(store, me, names, remedies["twin"])
-    started, logged = time.monotonic(), False
+    started, is_logged = time.monotonic(), False
     while True:
-        missing = [number for number in range(len(names)) if not store.check([_key(number)])]
+        missing = [name for number, name in enumerate(names) if not store.check([_key(number)])]
         if store.check(["fault"]):
             raise RendezvousError(printable(store.get("fault").decode(), 10_000))
         if not missing:
             return [_read_hello(store, number) for number in range(len(names))]
-        waited = time.monotonic() - started
-        absent = listing((names[number] for number in missing), 8)
+        waited, absent = time.monotonic() - started, listing(missing, 8)
         if waited > seconds:
             fault = f"{absent} did not come within {seconds:.0f} s (--rendezvous_timeout)"
-            raise RendezvousError(f"{fault}: {remedies['missing']}")
-        if waited > _LOG_SECONDS and me.number == 0 and not logged:
-            logged = True
-            logger.info(f"waiting for {absent}: {remedies['missing']}")
+            raise RendezvousError(f"{fault}: {remedy}")
+        if waited > _LOG_SECONDS and me.number == 0 and not is_logged:
+            is_logged = True
+            logger.info(f"waiting for {absent}: {remedy}")
         time.sleep(_POLL_SECONDS)
 
 
@@ -152,24 +159,20 @@ def _key(number: int) -> str:
 
 def _write_hello(store: Store, me: Hello, names: Sequence[str], remedy: str) -> None:
     """Raises RendezvousError if there is another one with this number."""
-    text = json.dumps(asdict(me))
-    if store.compare_set(_key(me.number), "", text).decode() != text:
-        twin = _read_hello(store, me.number)
-        hosts = f"on {printable(twin.host, 100)} and {me.host}"
+    if store.add(f"count {me.number}", 1) > 1:
+        hosts = f"on {_read_hello(store, me.number).host} and {me.host}"
         raise RendezvousError(f"two are {names[me.number]}, {hosts}: {remedy}")
+    store.set(_key(me.number), json.dumps(asdict(me)))
 
 
 def _read_hello(store: Store, number: int) -> Hello:
-    try:
-        return Hello(**json.loads(store.get(_key(number))))
-    except (TypeError, ValueError) as error:
-        fault = "another machine's hello cannot be read: does it run another version of this code?"
-        raise RendezvousError(fault) from error
+    hello = Hello(**json.loads(store.get(_key(number))))
+    return replace(hello, host=printable(hello.host, 100))
 
 
 def _refuse_differences(hellos: Sequence[Hello]) -> None:
     """Raises RendezvousError if versions or settings differ."""
-    facts = [(printable(hello.host, 100), hello.facts) for hello in hellos]
+    facts = [(hello.host, hello.facts) for hello in hellos]
     differences = versions.describe_differences(facts)
     if not differences:
         return

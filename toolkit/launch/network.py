@@ -4,7 +4,6 @@ cannot be reached."""
 from __future__ import annotations
 
 import contextlib
-import errno
 import shlex
 import socket
 import time
@@ -28,24 +27,51 @@ _CONNECT_SECONDS, _POLL_SECONDS = 5.0, 0.1
 class UnreachableError(OSError):
     """No connection to `address`:`port`; `kind`: name, refused, silent, no_route or local."""
 
-    def __init__(self, address: str, port: int, kind: str, detail: str) -> None:
-        super().__init__(f"{address}:{port}: {detail}")
-        self.kind, self.detail, self.remedy = kind, detail, _remedy(kind, address, port)
+    def __init__(self, address: str, port: int, error: OSError) -> None:
+        here, there = source_address_for(address) or "THIS_MACHINE", shlex.quote(address)
+        self.kind = _kind(error)
+        detail, remedy = _CAUSES[self.kind]
+        self.detail = f"{detail} ({error.strerror or error})"
+        self.remedy = remedy.format(here=here, there=there, port=port)
+        super().__init__(f"{address}:{port}: {self.detail}")
 
 
-def _remedy(kind: str, address: str, port: int) -> str:
-    """What to check, with the commands."""
-    here, name = source_address_for(address) or "THIS_MACHINE", shlex.quote(address)
-    return {
-        "name": f"give its IP address (`hostname -I` there), or add `{name}` to /etc/hosts",
-        "refused": "start the other machine too, or use its right address (`hostname -I` there)",
-        "silent": "is that machine on, and is this its address (`hostname -I` there)? If so, a "
-        f"firewall drops the packets: on {name}, `sudo ufw allow from {here}` (or the security "
-        f"group of your cloud: all TCP ports between the machines, {port} among them)",
-        "local": "`sudo iptables -S OUTPUT` and `sudo nft list ruleset` here show the rule",
-        "no_route": f"`ip route get {name}` shows the route; is the interface up (`ip -br "
-        "address`), and the address right (`hostname -I` there)?",
-    }[kind]
+# kind -> (what it means, what to check, with the commands)
+_CAUSES = {
+    "name": (
+        "this name cannot be resolved here (write an address without port)",
+        "give its IP address (`hostname -I` there), or add `{there}` to /etc/hosts",
+    ),
+    "refused": (
+        "the machine answers, but nothing listens on this port",
+        "start the other machine too, or use its right address (`hostname -I` there)",
+    ),
+    "silent": (
+        "no answer",
+        "is that machine on, and is this its address (`hostname -I` there)? If so, a firewall "
+        "drops the packets: on {there}, `sudo ufw allow from {here}` (or the security group of "
+        "your cloud: all TCP ports between the machines, {port} among them)",
+    ),
+    "local": (
+        "a firewall rule of this machine forbids it",
+        "`sudo iptables -S OUTPUT` and `sudo nft list ruleset` here show the rule",
+    ),
+    "no_route": (
+        "no machine has this address, its firewall rejects the connection, or no route leads there",
+        "`ip route get {there}` shows the route; is the interface up (`ip -br address`), and the "
+        "address right (`hostname -I` there)?",
+    ),
+}
+
+
+def _kind(error: OSError) -> str:
+    kinds = {
+        socket.gaierror: "name",
+        ConnectionRefusedError: "refused",
+        TimeoutError: "silent",
+        PermissionError: "local",
+    }
+    return kinds.get(type(error), "no_route")
 
 
 def connect(address: str, port: int, seconds: float) -> socket.socket:
@@ -53,22 +79,7 @@ def connect(address: str, port: int, seconds: float) -> socket.socket:
     try:
         return socket.create_connection((address, port), seconds)
     except OSError as error:
-        raise UnreachableError(address, port, *_classify(error)) from error
-
-
-def _classify(error: OSError) -> tuple[str, str]:
-    """(kind, detail) of an UnreachableError."""
-    if isinstance(error, socket.gaierror):
-        return "name", "this name cannot be resolved here (write an address without port)"
-    if isinstance(error, ConnectionRefusedError):
-        return "refused", "the machine answers, but nothing listens on this port"
-    if isinstance(error, TimeoutError):
-        return "silent", "no answer"
-    if isinstance(error, PermissionError):
-        return "local", f"a firewall rule of this machine forbids it ({error.strerror})"
-    if error.errno == errno.EHOSTUNREACH:
-        return "no_route", "no machine has this address, or its firewall rejects the connection"
-    return "no_route", f"there is no route to it from here ({error.strerror or error})"
+        raise UnreachableError(address, port, error) from error
 
 
 def serve_store(address: str, port: int, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:

@@ -69,10 +69,11 @@ class Request:
     def marker(self) -> dict[str, Any]:
         """For the processes: what was asked for (`environment.launch_request`)."""
         return {
-            "config_file": str(self.config_file), "num_processes": self.processes,
-            "num_machines": self.machines.count, "argv": list(self.argv),
+            "config_file": str(self.config_file),
+            "num_processes": self.processes,
+            "argv": list(self.argv),
             "started": time.strftime("%Y%m%d-%H%M%S"),
-        }  # fmt: skip
+        }
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -111,11 +112,11 @@ def take_options(argv: list[str], module: str | None) -> tuple[list[str], Reques
 
 
 def _set_timeouts(options: argparse.Namespace) -> None:
-    for name, (variable, _) in environment.TIMEOUTS.items():
+    for name in environment.TIMEOUTS:
         value = getattr(options, name)
         if value is not None:
             environment.parse_int(f"--{name} (seconds)", value, minimum=1)
-            os.environ[variable] = value
+            os.environ[environment.timeout_variable(name)] = value
 
 
 def _refuse_other_launch(place: environment.Place, script: str, request: Request) -> None:
@@ -131,8 +132,8 @@ def _refuse_other_launch(place: environment.Place, script: str, request: Request
             f"{path} asks for {request.processes} on {count} machine(s)"
         )
         raise UserError(f"{why}: pass --num_processes after the script, or use {TWO_NODE_FILES}")
-    words = environment.accelerate_launch_words() or ()
-    option = _REPLACED.search(" ".join(words).partition(script)[0])
+    words = " ".join(environment.accelerate_launch_words())
+    option = _REPLACED.search(words.partition(script)[0])
     if option:
         why = f"{option[0]} before the script has no effect with --config_file {path} after it"
         raise UserError(f"{why}: put it after")
@@ -239,11 +240,7 @@ def accelerate_environment(request: Request) -> dict[str, str]:
     Raises UserError if it cannot read the file.
     """
     from accelerate.commands import launch
-    from accelerate.utils.launch import (
-        prepare_deepspeed_cmd_env,
-        prepare_multi_gpu_env,
-        prepare_simple_launcher_cmd_env,
-    )
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
     validate = require(launch, "_validate_launch_command", "accelerate")
     words = [
@@ -258,10 +255,8 @@ def accelerate_environment(request: Request) -> dict[str, str]:
             options.deepspeed_fields_from_accelerate_config = ",".join(fields)
             options.deepspeed_config_file = request.deepspeed_config
             env = prepare_deepspeed_cmd_env(options)[1]
-        elif options.use_fsdp or request.processes > 1:  # for MULTI_CPU it starts one process
-            env = prepare_multi_gpu_env(options)
         else:
-            env = prepare_simple_launcher_cmd_env(options)[1]
+            env = prepare_multi_gpu_env(options)
     except (ValueError, AssertionError, FileNotFoundError, RuntimeError) as error:
         raise UserError(f"accelerate cannot start this: {first_line(error)}") from error
     for name in (environment.THREADS, "PYTHONPATH", "MASTER_ADDR", "MASTER_PORT"):

@@ -1,4 +1,4 @@
-"""`--mixed_precision auto`: the config file's value, or what this hardware computes fast.
+"""`--mixed_precision auto`: what the config file enables, or what this hardware computes fast.
 
 A CPU computes bf16 faster than fp32 if it has AMX, or if it is AMD's with avx512_bf16; a Xeon with
 avx512_bf16 and no AMX took 1.4 times as long in bf16 as in fp32.
@@ -6,30 +6,20 @@ avx512_bf16 and no AMX took 1.4 times as long in bf16 as in fp32.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import warnings
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from toolkit.errors import UserError
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
-    from accelerate.utils import AutocastKwargs
 
 AUTO = "auto"
 # CUDA capabilities: RTX 30, A10 and A100 have bf16; V100, T4 and RTX 20 have fast fp16 only
 _HAS_BF16, _HAS_FAST_FP16 = (8, 0), (7, 0)
 
 
-def autocast(
-    accelerator: Accelerator,
-    autocast_handler: AutocastKwargs | None = None,
-) -> torch.autocast:
+def autocast(accelerator: Accelerator) -> torch.autocast:
     """`accelerator.autocast()`, which does nothing under DeepSpeed."""
     import torch
 
@@ -37,52 +27,19 @@ def autocast(
     if precision not in ("bf16", "fp16"):
         return torch.autocast("cpu", enabled=False)  # not every device has autocast
     dtype = torch.bfloat16 if precision == "bf16" else torch.float16
-    options = autocast_handler.to_kwargs() if autocast_handler else {}
-    return torch.autocast(accelerator.device.type, dtype, **{"enabled": True, **options})
+    return torch.autocast(accelerator.device.type, dtype)
 
 
-def auto_precision(launch_config: Mapping[str, Any] | None, device: int | None) -> tuple[str, str]:
-    """(no, bf16 or fp16; why) by a config file, or else by this process's GPU (None: the CPU).
+def auto_precision(device: int | None) -> tuple[str, str]:
+    """(no, bf16 or fp16; why): what the accelerate config enables, or else the GPU `device` (None:
+    the CPU) computes fast.
 
-    `launch_config` is the config of the `accelerate launch` that started this process, or None.
+    Its `no` counts for nothing: launchers set it by default.
     """
-    enabled = enabled_in_deepspeed_config()
-    if enabled:
-        return enabled, "the DeepSpeed config says so"
-    setting = os.environ.get("ACCELERATE_MIXED_PRECISION")
-    is_default = False
-    if setting == "no" and launch_config is not None:  # a launcher sets it by default
-        is_default = launch_config.get("mixed_precision") is None
-    if setting and not is_default:
-        return setting, "the accelerate config, or ACCELERATE_MIXED_PRECISION, says so"
+    enabled = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if enabled != "no":
+        return enabled, "the accelerate config says so"
     return _of_cpu() if device is None else _of_gpu(device)
-
-
-def enabled_in_deepspeed_config() -> str | None:
-    """The precision that this launch's DeepSpeed config enables by `true` (not "auto"), or None."""
-    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
-    config: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError, TypeError):  # accelerate reports such a file
-        config = dict(json.loads(Path(file).read_text(encoding="utf-8")))
-    for name in ("bf16", "fp16"):
-        section = config.get(name)
-        if isinstance(section, dict) and section.get("enabled") is True:
-            return name
-    return None
-
-
-def refuse_other_precision(mixed_precision: str | None) -> None:
-    """Raises UserError for fp8, and if this launch's DeepSpeed config enables another precision:
-    accelerate would compute in that one for `no`."""
-    if "fp8" in (mixed_precision, os.environ.get("ACCELERATE_MIXED_PRECISION")):
-        raise UserError("mixed_precision fp8 is not supported: pass --mixed_precision bf16")
-    enabled = enabled_in_deepspeed_config()
-    if mixed_precision and enabled and enabled != mixed_precision:
-        file = os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]
-        raise UserError(
-            f"--mixed_precision {mixed_precision}: {file} enables {enabled}: "
-            f'write "enabled": "auto" there, or pass --mixed_precision {enabled}'
-        )
 
 
 def _of_cpu() -> tuple[str, str]:

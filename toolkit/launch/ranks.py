@@ -11,7 +11,6 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from toolkit.errors import printable
 from toolkit.launch import environment, network
 from toolkit.launch.environment import Place, timeout_seconds
 from toolkit.launch.exit_state import exit_state
@@ -39,27 +38,21 @@ class World:
     """How often `wait_for_all` was called."""
 
 
-# A global, as torch's default process group is: a second accelerator uses it.
-current: World | None = None
-
-
 def join(place: Place, device: str) -> World:
     """Under our launcher the machines have met already; under others the ranks meet here."""
     from torch.distributed import HashStore
 
-    global current
-    if current is not None:
-        return current
-    hosts = environment.launch_request().get("hosts")
+    if exit_state.world is not None:
+        return exit_state.world
+    machines = environment.launch_request().get("machines")
     if place.world_size == 1:
-        current = World(HashStore())
-    elif hosts:
-        each = place.local_world_size
-        ranks = [list(range(first, first + each)) for first in range(0, place.world_size, each)]
-        current = World(_connect("ranks"), list(zip(hosts, ranks, strict=True)))
+        world = World(HashStore())
+    elif machines:
+        world = World(_connect("ranks"), machines)
     else:
-        current = _meet(place, device)
-    return current
+        world = _meet(place, device)
+    exit_state.world = world
+    return world
 
 
 def _connect(prefix: str) -> Store:
@@ -74,40 +67,34 @@ def _connect(prefix: str) -> Store:
 
 def list_machines() -> list[str]:
     """`hostA (ranks 0, 1)` for each machine; empty if there is one."""
-    if current is None or len(current.machines) < 2:
+    world = exit_state.world
+    if world is None or len(world.machines) < 2:
         return []
-    return [name_machine(*machine) for machine in current.machines]
+    return [name_machine(*machine) for machine in world.machines]
 
 
 def _meet(place: Place, device: str) -> World:
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    by_launcher = environment.launcher_serves_store()
-    if not by_launcher and network.is_this_machine(address):
-        address = os.environ["MASTER_ADDR"] = network.address_to_serve(address, place.is_local)
-    seconds, server = timeout_seconds("rendezvous_timeout"), None
-    if place.rank == 0 and not by_launcher:
-        server = network.serve_store(address, port)
-    source = network.source_address_for(address) or ""
+    address, server = os.environ["MASTER_ADDR"], None
+    if not environment.launcher_serves_store():
+        if network.is_this_machine(address):
+            address = os.environ["MASTER_ADDR"] = network.address_to_serve(address, place.is_local)
+        if place.rank == 0:
+            server = network.serve_store(address, int(os.environ["MASTER_PORT"]))
     facts = {**comparable_versions(sys.argv[0]), "device": device, "processes": place.world_size}
     remedies = {
         "missing": "start them too, with the same number of processes",
         "twin": "give each its own RANK (and NODE_RANK to each machine)",
     }
     names = [f"rank {rank}" for rank in range(place.world_size)]
-    hello = Hello(place.rank, address=source, facts=facts)
-    hellos = meet(_connect("meeting"), hello, names, seconds, remedies)
+    seconds = timeout_seconds("rendezvous_timeout")
+    store = _connect("meeting")
+    hellos = meet(store, address, place.rank, names, facts, remedies, seconds)
     nodes: dict[str, list[Hello]] = {}
     for hello in hellos:
         nodes.setdefault(hello.node, []).append(hello)
-    if len(nodes) == 1:
-        source = network.LOOPBACK
-    elif network.is_loopback(source):  # the first machine's name, on Debian
-        source = network.source_address_for(hellos[-1].address) or ""
-    network.choose_interface(os.environ, source)
     machines = []
     for members in nodes.values():
-        ranks = [hello.number for hello in members]
-        machines.append((printable(members[0].host, 100), ranks))
+        machines.append((members[0].host, [hello.number for hello in members]))
     if len(machines) > 1:
         _watch(_connect("heartbeats"), machines, place.rank)
     return World(_connect("ranks"), machines, server)
@@ -120,7 +107,7 @@ def _watch(store: Store, machines: list[tuple[str, list[int]]], rank: int) -> No
         return
     names, me = [name_machine(*machine) for machine in machines], firsts.index(rank)
     board = exit_state.board = Board(store, names, me, timeout_seconds("peer_timeout"))
-    atexit.register(board.leave)
+    atexit.register(board.finish)
     threading.Thread(target=_exit_on_failure, args=(board, names[me]), daemon=True).start()
 
 
@@ -132,5 +119,5 @@ def _exit_on_failure(board: Board, name: str) -> None:
         if failure is None and os.getppid() != launcher:
             failure = Failure(f"error: the launcher on {name} was killed", permanent=True)
         if failure:
-            exit_with(board.publish(failure))
+            exit_with(failure)
         time.sleep(0.5)

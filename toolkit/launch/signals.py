@@ -11,15 +11,13 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from toolkit.launch.exit_state import exit_state
+
 INTERRUPTED = 128 + signal.SIGINT
 """The exit code after Ctrl-C."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # torchrun forwards a terminal's Ctrl-C to ranks that already got it: in this time it is the same
 _REPEAT_SECONDS = 3.0
-
-# A global: a process has one handler per signal, and an evaluation during training stops on the
-# same signal.
-current: StopSignals | None = None
 
 
 class StopRequested(Exception):  # noqa: N818
@@ -32,7 +30,8 @@ class StopRequested(Exception):  # noqa: N818
 
 def stop_requested() -> int:
     """The number of a stop signal that this process has received and not yet handled; 0: none."""
-    return current.requested if current else 0
+    signals = exit_state.signals
+    return signals.requested if signals else 0
 
 
 def install_handler(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
@@ -57,29 +56,24 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        global current
-        current = self
+        exit_state.signals = self
         if threading.current_thread() is threading.main_thread():  # others cannot set handlers
             self._before = install_handler(self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        global current
-        current = None
+        exit_state.signals = None
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
-        if not self.requested:
-            self.requested, self._since = number, now
-            self._print(number)
-        elif number == signal.SIGINT and now - self._since > _REPEAT_SECONDS:
-            raise KeyboardInterrupt
-
-    def _print(self, number: int) -> None:
-        """Not for SIGTERM, which launchers send after a failure, too."""
-        if self._prints and number != signal.SIGTERM:
+        if self.requested:
+            if number == signal.SIGINT and now - self._since > _REPEAT_SECONDS:
+                raise KeyboardInterrupt
+            return
+        self.requested, self._since = number, now
+        if self._prints and number != signal.SIGTERM:  # which launchers send after a failure, too
             line = f"\n{signal.Signals(number).name}: stopping after this step, with a checkpoint\n"
             with contextlib.suppress(OSError):  # the terminal is closed
                 os.write(2, line.encode())  # a signal handler must not wait for a stream's lock

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.errors import UserError, first_line
 from toolkit.launch import environment, precision, ranks, strategy
 from toolkit.launch.environment import Place, timeout_seconds
-from toolkit.launch.exit_state import stop_with_parent
+from toolkit.launch.exit_state import exit_state, stop_with_parent
 from toolkit.launch.precision import AUTO
 from toolkit.launch.strategy import is_set
 from toolkit.utils import collector, versions
@@ -45,14 +45,16 @@ def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Acce
     device = _choose_device(place)
     uses_deepspeed = strategy.use_deepspeed(place, device)
     strategy.check_config()
-    world = ranks.join(place, device)
-    _start_process_group(world.store, place, device, uses_deepspeed)
+    store = ranks.join(place, device).store
+    _start_process_group(store, place, device, uses_deepspeed)
     verify_world(place)
-    setting, why = _choose_precision(mixed_precision, place, device)
-    accelerator = _create(setting, device, uses_deepspeed, options)
-    _check_agreement(accelerator, mixed_precision)
+    choice, why = _choose_precision(mixed_precision, place, device)
+    accelerator = _create(choice, device, uses_deepspeed, options)
     precision.choose_matmul_precision(accelerator)
-    _log_precision(accelerator, mixed_precision, why)
+    if mixed_precision == AUTO:
+        line = f"mixed precision {choice}: {why} (--mixed_precision no, bf16 or fp16 for another)"
+        log_on_main(accelerator, line)
+    _warn_of_newer_versions(accelerator)
     collector.after_imports()
     return accelerator
 
@@ -103,7 +105,7 @@ def _choose_device(place: Place) -> str:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as DeepSpeed would find with a warning
         return "cpu"
     # for a further model the variables are torch's, no longer the scheduler's
-    if ranks.current is None and accelerator.type == "cuda" and place.world_size > 1:
+    if exit_state.world is None and accelerator.type == "cuda" and place.world_size > 1:
         _check_number_of_gpus(place, torch.cuda.device_count())
     return accelerator.type
 
@@ -128,7 +130,6 @@ def _start_process_group(store: Store, place: Place, device: str, uses_deepspeed
     from accelerate import PartialState
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # or every rank logs its start
-    warnings.filterwarnings("ignore", message=".*OMP_NUM_THREADS.*")
     deprecated = r".*(torch\.distributed\.\w+|broadcast_buffers). is deprecated.*"
     warnings.filterwarnings("ignore", message=deprecated, category=FutureWarning)
     options: dict[str, Any] = {
@@ -186,23 +187,20 @@ def verify_world(place: Place) -> None:
 
 
 def _choose_precision(setting: str | None, place: Place, device: str) -> tuple[str | None, str]:
-    """(the precision, why). `auto` is what rank 0 says, which alone reads the checkpoint to resume;
-    if it says `auto`, too, each decides by its own device."""
+    """(the precision, why), as rank 0 chooses it: it alone reads the checkpoint to resume, and its
+    device decides for `auto`."""
     import torch
     from accelerate.utils import broadcast_object_list
 
-    why, settings = "", [setting]
-    if place.world_size > 1:
-        broadcast_object_list(settings)
-    if setting == AUTO:
-        setting = settings[0]
+    choice = [setting, ""]
     if setting == AUTO:
         index = None
         if device != "cpu":
             index = place.local_rank % torch.accelerator.device_count()
-        setting, why = precision.auto_precision(strategy.launch_config(), index)
-    precision.refuse_other_precision(setting)
-    return setting, why
+        choice = list(precision.auto_precision(index))
+    if place.world_size > 1:
+        broadcast_object_list(choice)
+    return choice[0], str(choice[1])
 
 
 def _create(
@@ -227,31 +225,34 @@ def _create(
         file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
         where = file if uses_deepspeed else f"--mixed_precision {mixed_precision}"
         raise UserError(f"{where}: {first_line(error)}") from error
-    if uses_deepspeed and str(accelerator.distributed_type) != "DistributedType.DEEPSPEED":
-        remedy = "leave out use_cpu: true, or see `python -m deepspeed.env_report`"
-        raise UserError(f"DeepSpeed was requested, but accelerate does not use it: {remedy}")
+    _check_accelerator(accelerator, mixed_precision, uses_deepspeed)
     if on_cpu and accelerator.mixed_precision == "fp16":
         # otherwise accelerate computes in fp32, or shards in fp16, and does not scale the loss
         accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
     return accelerator
 
 
-def _check_agreement(accelerator: Accelerator, setting: str | None) -> None:
-    precisions = {"mixed precision": accelerator.mixed_precision}
-    remedy = "Pass --mixed_precision no (or fp16)" if setting == AUTO else ""
-    require_equal(accelerator, "--mixed_precision and the devices", precisions, remedy)
+def _check_accelerator(
+    accelerator: Accelerator, mixed_precision: str | None, uses_deepspeed: bool
+) -> None:
+    """Raises UserError if it is not what was requested."""
+    if uses_deepspeed and str(accelerator.distributed_type) != "DistributedType.DEEPSPEED":
+        remedy = "leave out use_cpu: true, or see `python -m deepspeed.env_report`"
+        raise UserError(f"DeepSpeed was requested, but accelerate does not use it: {remedy}")
+    actual = accelerator.mixed_precision
+    if actual not in ("no", "bf16", "fp16"):
+        raise UserError(f"mixed_precision {actual} is not supported: pass --mixed_precision bf16")
+    if mixed_precision not in (None, actual):
+        file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+        remedy = f'write "enabled": "auto" there, or pass --mixed_precision {actual}'
+        raise UserError(f"--mixed_precision {mixed_precision}: {file} enables {actual}: {remedy}")
+
+
+def _warn_of_newer_versions(accelerator: Accelerator) -> None:
     newer = versions.check_requirements()
     if newer:
-        why = f"newer than this toolkit was tested with: {', '.join(newer)}"
-        line = f"{why}; if it fails, see docs/compatibility.md"
-        log_on_main(accelerator, line, logging.WARNING)
-
-
-def _log_precision(accelerator: Accelerator, setting: str | None, why: str) -> None:
-    if setting == AUTO:
-        current = accelerator.mixed_precision
-        others = "--mixed_precision no, bf16 or fp16 for another"
-        log_on_main(accelerator, f"mixed precision {current}: {why} ({others})")
+        line = f"newer than this toolkit was tested with: {', '.join(newer)}"
+        log_on_main(accelerator, f"{line}; if it fails, see docs/compatibility.md", logging.WARNING)
 
 
 # --- for the rest of the package
@@ -266,7 +267,7 @@ def log_on_main(accelerator: Accelerator, line: str, level: int = logging.INFO) 
 def wait_for_all(what: str) -> None:
     """A barrier without a timeout: a collective would time out while one machine works on `what`,
     which rank 0 logs."""
-    world, size = ranks.current, int(os.environ.get("WORLD_SIZE", 1))
+    world, size = exit_state.world, int(os.environ.get("WORLD_SIZE", 1))
     if world is None or size == 1:
         return
     world.barriers += 1
@@ -279,12 +280,7 @@ def wait_for_all(what: str) -> None:
         time.sleep(0.05)
 
 
-def require_equal(
-    accelerator: Accelerator,
-    what: str,
-    values: Mapping[str, Any],
-    remedy: str = "",
-) -> None:
+def require_equal(accelerator: Accelerator, what: str, values: Mapping[str, Any]) -> None:
     """Raises UserError on every rank if a value differs between ranks, with the values and their
     hosts."""
     if accelerator.num_processes == 1:
@@ -294,6 +290,6 @@ def require_equal(
     host = socket.gethostname() if ranks.list_machines() else f"rank {accelerator.process_index}"
     differences = versions.describe_differences(gather_object([(host, dict(values))]))
     if differences:
-        remedy = remedy or "Give every machine the same files and settings"
         why = f"{what} are not the same everywhere: {differences}"
-        raise UserError(f"{why}. {remedy}; nothing was trained")
+        remedy = "Give every machine the same files and settings; nothing was trained"
+        raise UserError(f"{why}. {remedy}")

@@ -1,9 +1,10 @@
-"""LoRA (Hu et al., 2021, arXiv:2106.09685) by peft: trains low-rank matrices in place of the encoder."""
+"""LoRA (Hu et al., 2021, arXiv:2106.09685) by peft: trains low-rank matrices in place of the
+encoder."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,22 +18,23 @@ ALL_LINEAR = "all-linear"  # peft's word
 def add_lora(model: Any, settings: ModelSettings, new: Iterable[str] = ()) -> Any:
     """Freezes a classifier, adds LoRA to it in place, and returns the PeftModel around it.
 
-    Modules outside the encoder are fully trained, and so is a pooler with parameters among `new`, those missing in the
-    checkpoint. Seed torch's generator before. Raises UserError for target modules that the model lacks, or that are not
-    linear layers.
+    Modules outside the encoder are fully trained, and so is a pooler with parameters among `new`,
+    those missing in the checkpoint. Seed torch's generator before. Raises UserError for target
+    modules that the model lacks, or that are not linear layers.
     """
     import peft  # takes a second
 
     fully_trained = fully_trained_modules(model, new)
+    rank = settings.lora_r or 0
+    dropout = settings.lora_dropout if settings.dropout is None else settings.dropout
     config = peft.LoraConfig(
         task_type=peft.TaskType.SEQ_CLS,
-        r=settings.lora_r,
-        lora_alpha=settings.lora_alpha or 2 * (settings.lora_r or 0),
-        lora_dropout=settings.lora_dropout if settings.dropout is None else settings.dropout,
+        r=rank,
+        lora_alpha=settings.lora_alpha or 2 * rank,
+        lora_dropout=dropout,
         target_modules=target_modules(model, settings.lora_target_modules, fully_trained),
-        modules_to_save=[
-            name for name in fully_trained if name not in ("classifier", "score")
-        ],  # peft adds these two
+        # peft adds the other two
+        modules_to_save=[name for name in fully_trained if name not in ("classifier", "score")],
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft uses an old name of transformers
@@ -41,67 +43,75 @@ def add_lora(model: Any, settings: ModelSettings, new: Iterable[str] = ()) -> An
 
 def fully_trained_modules(model: Any, new: Iterable[str]) -> list[str]:
     """Modules to train without LoRA: the head, and a new pooler."""
-    modules = [name for name, _ in model.named_children() if name != model.base_model_prefix]
     heads = [
-        name for name in modules if next(model.get_submodule(name).parameters(), None) is not None
+        name
+        for name, part in model.named_children()
+        if name != model.base_model_prefix and next(part.parameters(), None) is not None
     ]
     poolers = {key[: key.index("pooler")] + "pooler" for key in new if "pooler" in key}
-    poolers = {
-        name for name in poolers if next(model.get_submodule(name).parameters()).requires_grad
-    }
-    return [*heads, *sorted(poolers - set(heads))]
+    trained_poolers = [
+        name
+        for name in sorted(poolers - set(heads))
+        if next(model.get_submodule(name).parameters()).requires_grad
+    ]
+    return [*heads, *trained_poolers]
 
 
-def target_modules(model: Any, setting: str | None, fully_trained: Sequence[str]) -> list[str]:
-    """Names for peft (suffixes of module paths): those of the setting, or peft's for this architecture, or those of
-    all trainable linear layers of the encoder. Raises UserError for a wrong name."""
+def target_modules(model: Any, setting: str | None, fully_trained: Collection[str]) -> list[str]:
+    """Names for peft (suffixes of module paths): those of the setting, or peft's for this
+    architecture, or those of all trainable linear layers of the encoder. Raises UserError for a
+    wrong name."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
 
-    excluded = tuple(f"{name}." for name in fully_trained)
-    linear = {
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear)
-        and module.weight.requires_grad
-        and not f"{name}.".startswith(excluded)
-    }
-    every = sorted({name.rsplit(".", 1)[-1] for name in linear})
+    linear = set(_linear_layers(model, fully_trained))
+    every = sorted({path.rsplit(".", 1)[-1] for path in linear})
     if setting is None:
         usual = USUAL.get(model.config.model_type)
-        return (
-            list(usual)
-            if isinstance(usual, list) and any(_ends(name, usual) for name in linear)
-            else every
-        )
-    names = [name for part in setting.split(",") if (name := part.strip())]
+        if isinstance(usual, list) and any(_ends(path, name) for path in linear for name in usual):
+            return list(usual)
+        return every
+    names = [part.strip() for part in setting.split(",")]
     if names == [ALL_LINEAR]:
         return every
-    for name in names or [""]:
-        paths = {path for path, _ in model.named_modules() if _ends(path, [name])}
-        if not paths & linear or any(
-            not isinstance(model.get_submodule(path), torch.nn.Linear) for path in paths
-        ):
+    for name in names:
+        targets = [part for path, part in model.named_modules() if _ends(path, name)]
+        is_in_encoder = any(_ends(path, name) for path in linear)
+        if not is_in_encoder or not all(isinstance(part, torch.nn.Linear) for part in targets):
             raise UserError(
                 f"--lora_target_modules {name}: not a name of only linear layers of the encoder"
-                f"{did_you_mean(name, every)}; it has {listing(every, 20)}, or {ALL_LINEAR} for all of them"
+                f"{did_you_mean(name, every)}; it has {listing(every, 20)}, or {ALL_LINEAR} for "
+                "all of them"
             )
     return names
 
 
-def _ends(path: str, names: Iterable[str]) -> bool:
-    """Whether peft would apply one of these names to the module at this path."""
-    return f".{path}".endswith(tuple(f".{name}" for name in names))
+def _linear_layers(model: torch.nn.Module, fully_trained: Collection[str]) -> Iterator[str]:
+    """Paths of the encoder's trainable linear layers."""
+    excluded = tuple(f"{name}." for name in fully_trained)
+    for path, module in model.named_modules():
+        is_linear = isinstance(module, torch.nn.Linear) and module.weight.requires_grad
+        if is_linear and not f"{path}.".startswith(excluded):
+            yield path
+
+
+def _ends(path: str, name: str) -> bool:
+    """Whether peft would apply this name to the module at this path."""
+    return f".{path}".endswith(f".{name}")
 
 
 def describe(model: torch.nn.Module, settings: ModelSettings) -> str:
     """`LoRA r=8: 12,345 of 1,234,567 parameters are trained (1.0 %)`, also for a sharded model."""
-    counts = [
-        (getattr(parameter, "ds_numel", parameter.numel()), parameter.requires_grad)
-        for name, parameter in model.named_parameters()
-        if ".original_module." not in name  # a second copy of the head
-    ]
-    trained, total = (
-        sum(count for count, trains in counts if trains),
-        sum(count for count, _ in counts),
+    trained = 0
+    total = 0
+    for name, parameter in model.named_parameters():
+        if ".original_module." in name:  # a second copy of the head
+            continue
+        count = getattr(parameter, "ds_numel", parameter.numel())
+        total += count
+        if parameter.requires_grad:
+            trained += count
+    percent = 100 * trained / total
+    return (
+        f"LoRA r={settings.lora_r}: {trained:,} of {total:,} parameters are trained "
+        f"({percent:.1f} %)"
     )
-    return f"LoRA r={settings.lora_r}: {trained:,} of {total:,} parameters are trained ({100 * trained / total:.1f} %)"

@@ -1,4 +1,5 @@
-"""Losses per sample, whose mean is taken over the global batch; `Objective`, to which optional terms are added."""
+"""Losses per sample, whose mean is taken over the global batch; `Objective`, to which optional
+terms are added."""
 
 from __future__ import annotations
 
@@ -48,12 +49,13 @@ def sample_losses(
 ) -> Tensor:
     """(B, C) logits and labels -> (B,) float32 losses.
 
-    As in transformers, without its mean over the batch: cross entropy for (B,) class ids, the mean over classes of
-    binary cross entropy for (B, C) 0/1 rows, squared errors for (B,) numbers, their mean over outputs for (B, C).
+    As in transformers, without its mean over the batch: cross entropy for (B,) class ids, the mean
+    over classes of binary cross entropy for (B, C) 0/1 rows, squared errors for (B,) numbers, their
+    mean over outputs for (B, C).
 
-    `focal_gamma` multiplies each cross entropy by (1 - p)^gamma, p the probability of the label (Lin et al., 2017,
-    "Focal Loss"). `pos_weight` (C,), on the logits' device, multiplies the loss of a 1, as in
-    `torch.nn.BCEWithLogitsLoss`.
+    `focal_gamma` multiplies each cross entropy by (1 - p)^gamma, p the probability of the label
+    (Lin et al., 2017, "Focal Loss"). `pos_weight` (C,), on the logits' device, multiplies the loss
+    of a 1, as in `torch.nn.BCEWithLogitsLoss`.
     """
     logits = logits.float()
     if problem_type == "single_label_classification":
@@ -71,12 +73,14 @@ def sample_losses(
 
 
 def _focal(losses: Tensor, gamma: float) -> Tensor:
-    """Multiplies cross entropies by (1 - p)^gamma, p = exp(-loss). Clamped, since a root has no derivative at 0."""
+    """Multiplies cross entropies by (1 - p)^gamma, p = exp(-loss). Clamped, since a root has no
+    derivative at 0."""
     return losses * (-torch.expm1(-losses)).clamp(min=1e-9) ** gamma
 
 
 def token_losses(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """(B, T, V) logits and (B, T) token ids -> (B,) float32 sums of cross entropies; labels of -100 are padding."""
+    """(B, T, V) logits and (B, T) token ids -> (B,) float32 sums of cross entropies; labels of -100
+    are padding."""
     losses = F.cross_entropy(
         logits.float().transpose(1, 2), labels, reduction="none", label_smoothing=label_smoothing
     )

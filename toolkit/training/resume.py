@@ -36,6 +36,8 @@ NOT_OF_TRAINING = {
     "train_file", "validation_file", "test_file", "label_names_file", "log_level", "logging_steps",
     "mixed_precision", "compare_max_length", "per_device_eval_batch_size",
 }  # fmt: skip
+_OF_DATA_AND_MODEL = [field.name for field in dataclasses.fields(DataSettings)]
+_OF_DATA_AND_MODEL.append("model_name_or_path")
 _MODEL_FILES = (".safetensors", ".bin", ".onnx", ".onnx_data", ".data", ".xml")
 
 
@@ -141,9 +143,6 @@ def identity_of(
     }
     for name in ("lora_r", "lora_alpha", "lora_target_modules"):
         identity[name] = getattr(model, name, None)
-    distillation = getattr(settings, "distillation", None)
-    if distillation and distillation.teacher:
-        identity["teacher"] = content(distillation.teacher)
     if layers := getattr(model, "num_hidden_layers", None):
         identity["num_hidden_layers"] = layers
     return identity
@@ -160,21 +159,17 @@ def _refuse_other_job(folder: Path, facts: Mapping[str, Any]) -> None:
     """Raises UserError if the checkpoint's `identity` is not this run's."""
     state = folders.read_state(folder)
     saved, current = state["identity"], facts["identity"]
-    of_data = [field.name for field in dataclasses.fields(DataSettings) if field.name not in saved]
-    by_value = [name for name in current if name not in ("data", "model")]
-    reasons = differences(saved, current, by_value)
-    if saved["data"] != current["data"]:
-        changes = differences(state["settings"], facts["settings"], of_data)
-        if not changes and not reasons:
-            changes = ["the content of the files, or the tokenizer, has changed"]
-        reasons += changes
-    if saved["model"] != current["model"]:
-        changes = differences(state["settings"], facts["settings"], ["model_name_or_path"])
-        reasons += changes or ["the content of the model's files has changed"]
-    if reasons:
-        remedy = "Pass the settings it was saved with or another --output_dir, or "
-        remedy += "--overwrite_output_dir to move that run aside and start again"
-        raise UserError(f"{folder} belongs to another job: {'; '.join(reasons)}. {remedy}")
+    if saved == current:
+        return
+    digests = {"data": "the content of the files, or the tokenizer", "model": "the model's weights"}
+    reasons = differences(saved, current, [name for name in current if name not in digests])
+    changed = [what for name, what in digests.items() if saved[name] != current[name]]
+    if changed:
+        settings = differences(state["settings"], facts["settings"], _OF_DATA_AND_MODEL)
+        reasons += settings or [f"{what} has changed" for what in changed]
+    remedy = "Pass the settings it was saved with or another --output_dir, or "
+    remedy += "--overwrite_output_dir to move that run aside and start again"
+    raise UserError(f"{folder} belongs to another job: {'; '.join(reasons)}. {remedy}")
 
 
 def differences(

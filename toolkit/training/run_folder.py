@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
@@ -171,37 +169,19 @@ def _lock(path: Path) -> FileLock | None:
         # whether it has ended
         if (path / ".lock").stat().st_size:
             remedy += f"; if it has ended, remove {path / '.lock'}"
-        fault = f"another run is writing to it{_holder(path)}"
-        raise UserError(f"--output_dir {path}: {fault}: {remedy}") from None
+        raise UserError(f"--output_dir {path}: another run is writing to it: {remedy}") from None
     except (OSError, NotImplementedError):
         # a file system without locks; `create_run_folder` reports one that is read-only
         return None
     return lock
 
 
-def _holder(path: Path) -> str:
-    """` (process 4711 on HOST)`, by config.json; empty if that is of an earlier run, whose PID
-    another may have."""
-    world = _config_of(path).get("world", {})
-    try:
-        if world["host"] == socket.gethostname():
-            started = psutil.Process(world["pid"]).create_time()
-            if started > (path / "config.json").stat().st_mtime:
-                return ""
-        return f" (process {world['pid']} on {world['host']})"
-    except (KeyError, TypeError, ValueError, OSError, psutil.Error):
-        return ""
-
-
 def _config_of(path: Path) -> dict[str, Any]:
-    """The sections of the config.json in the folder; none if it cannot be read."""
+    """config.json of the folder; empty if it cannot be read."""
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return dict(json.loads((path / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         return {}
-    if not isinstance(config, dict):
-        return {}
-    return {key: value for key, value in config.items() if isinstance(value, dict)}
 
 
 def _can_continue(

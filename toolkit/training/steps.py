@@ -35,7 +35,6 @@ from toolkit.errors import UserError, listing
 from toolkit.launch.environment import OTHER_RANDOMNESS
 from toolkit.launch.signals import StopSignals
 from toolkit.training.checks import LoopChecks
-from toolkit.training.dropout import install_fast_dropout
 from toolkit.training.metrics import (
     StepMetrics,
     gather_by_name,
@@ -210,8 +209,6 @@ class Steps:
         self._pending: list[Step] = []
         self._steps_per_gather = settings.logging_steps or 1
         self._seconds_per_step = math.inf
-        if accelerator.device.type == "cpu":
-            install_fast_dropout()
 
     def _seed_dropout(self) -> None:
         """Seeds dropout by process and by the steps of a resumed run; the weights have been

@@ -98,6 +98,14 @@ class Feature:
         None for other models; `config` is transformers'. The first feature that returns one is
         used."""
 
+    def load_model(self, model: str, config: Any) -> Any:
+        """Loads a saved classifier of another kind than transformers', or None for other models;
+        `config` is transformers'. The first feature that returns one is used."""
+
+    def objective(self, settings: Any, objective: Any, data: Any) -> Any:
+        """The objective (`toolkit.objective.Objective`) of a run, changed or not."""
+        return objective
+
     def page(self, page: Any) -> PagePart | None:
         """The part to add to a run's report.html (`toolkit.report.html.Page`)."""
 

@@ -23,7 +23,7 @@ from tests.runs import ROOT, Finished, lines_of, start, train
 from toolkit.data.labels import Labels
 from toolkit.evaluation.saved_model import SavedModel
 from toolkit.features.export.command import _read_split, _training_data, compare, export
-from toolkit.models.exported import ExportedClassifier
+from toolkit.features.export.runtimes import ExportedClassifier
 
 pytestmark = [
     pytest.mark.skipif(

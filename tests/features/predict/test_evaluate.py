@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import datasets
-import numpy as np
 import pytest
 
 from tests.faults import refusal
@@ -18,7 +17,6 @@ from toolkit import launch
 from toolkit.cli import build_parser
 from toolkit.data.labels import MULTI, Labels
 from toolkit.data.table import Table
-from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.saved_model import choose_labels, training_run
 from toolkit.features.predict.command import _choose_output
 from toolkit.features.predict.evaluate import _output_folder, evaluate_file
@@ -29,16 +27,7 @@ def labels_of_file(
 ) -> Any:
     table = Table(datasets.Dataset.from_dict({"text": ["good", "bad"], **columns}), "new.csv", "")
     in_file: Any = choose_labels(str(model), table, name, labels)
-    return in_file.encode(table, np.arange(2)).tolist()
-
-
-@pytest.mark.parametrize(
-    ("cells", "expected"),
-    [(["x", "x"], [[1, 0, 0], [1, 0, 0]]), (["", "z|x"], [[0, 0, 0], [1, 0, 1]]),
-     (["[0, 1, 0]", "[0, 0, 0]"], [[0, 1, 0], [0, 0, 0]])],
-)  # fmt: skip
-def test_a_multi_label_file_may_lack_classes(cells: list[str], expected: list[list[int]]) -> None:
-    assert labels_of_file(Labels(MULTI, ("x", "y", "z"), ()), {"label": cells}) == expected
+    return in_file.encode(table).tolist()
 
 
 def test_columns_are_matched_by_name() -> None:
@@ -54,15 +43,6 @@ def test_columns_are_matched_by_name() -> None:
     refusal(
         labels_of_file, classes, {"sport": [1, 0], "price": [0, 0]}, name="sport,price", says=says
     )
-    # lists of class ids, not of a 0 or 1 for each class, where there are more classes
-    assert (
-        labels_of_file(Labels(MULTI, ("0", "1", "2"), ()), {"label": ["0|1", "0|1"]})
-        == [[1, 1, 0]] * 2
-    )
-    assert (
-        labels_of_file(Labels(MULTI, ("0", "1", "2"), ()), {"label": [[0, 1], [0, 1]]})
-        == [[1, 1, 0]] * 2
-    )
 
 
 def test_labels_of_the_training_run(tmp_path: Path) -> None:
@@ -76,13 +56,6 @@ def test_labels_of_the_training_run(tmp_path: Path) -> None:
     columns: dict[str, list[Any]] = {"label": [1, 1], "mood": [0, 1]}
     assert labels_of_file(labels, columns, tmp_path / "model") == [0, 1]
     assert labels_of_file(labels, columns, tmp_path / "model", "label") == [1, 1]
-
-
-def test_lists_of_flags_given_to_the_api() -> None:
-    answers = ClassAnswers(Labels(MULTI, ("0", "1", "2"), ()))
-    logits = np.array([[-5.0, 5, -5], [5, 5, -5]], np.float32)
-    assert answers.metrics(logits, [[0, 1, 0], [1, 1, 0]])["accuracy"] == 1
-    assert answers.metrics(logits, ["1", "0|1"])["accuracy"] == 1
 
 
 def test_the_run_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

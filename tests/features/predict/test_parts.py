@@ -22,10 +22,11 @@ from tests.report.made import classifier
 from tests.runs import WAYS, lines_of, recipe
 from toolkit.cli import build_parser
 from toolkit.config import TextSettings
-from toolkit.data import read, table, text_files
+from toolkit.data import read, table, write
 from toolkit.data.labels import Labels
 from toolkit.evaluation.answers import Answers
 from toolkit.features.predict import command as predict_file
+from toolkit.features.predict.columns import columns_of
 from toolkit.features.predict.parts import Parts
 
 WORDS = ("good", "bad", "film", "book", "very", "room", "dull", "fine")
@@ -64,8 +65,7 @@ def predicted(
     def run(
         name: str, *more: str, window: int = 16, source: Path = source, model: Path = model
     ) -> Path:
-        for module in (table, text_files, read):
-            monkeypatch.setattr(module, "BATCH_ROWS", 8)
+        monkeypatch.setattr(table, "BATCH_ROWS", 8)
         monkeypatch.setattr(predict_file, "WINDOW_ROWS", window)
         words = [
             "predict",
@@ -121,33 +121,26 @@ def test_ranks_share_windows(
     assert not list((toolkit_cache / "tokens").glob("*"))
 
 
-def test_shards_join_in_order(predicted: Predict, tmp_path: Path) -> None:
+def test_shards_are_joined_in_order_by_a_command(predicted: Predict, tmp_path: Path) -> None:
     whole = predicted("whole.csv").read_bytes()
     predicted("out.csv", "--shard", "2/3")
-    assert not (tmp_path / "out.csv").exists()
     refusal(
         predicted, "out.csv", "--join", match=r"out.csv.parts lacks rows 1 to 16, 33 to 64 of 70"
     )
     predicted("out.csv", "--shard", "3/3")
-    other = "holds parts of another prediction"  # and --join removes none
-    refusal(predicted, "out.csv", "--join", "--overwrite", "--max_length", "8", match=other)
-    (
-        joining := tmp_path / "out.csv.parts" / "joining"
-    ).mkdir()  # left by a process killed while it joined
+    predicted("out.csv", "--shard", "3/3")  # as a scheduler may start it again
+    other = r"holds parts of another prediction \(it differs in max_length\)"
+    refusal(predicted, "out.csv", "--shard", "1/3", "--max_length", "8", match=other)
     predicted("out.csv", "--shard", "1/3")
-    assert joining.exists()
+    assert not (tmp_path / "out.csv").exists()
     assert predicted("out.csv", "--join").read_bytes() == whole
-    for shard in ("1/2", "2/2"):  # the last one joins
-        predicted("other.csv", "--shard", shard)
-    assert (tmp_path / "other.csv").read_bytes() == whole
-    (even := tmp_path / "even.csv").write_text(
-        "text\n" + "good film\n" * 32
-    )  # equally many rows in both shards
-    for shard in ("1/2", "2/2"):
-        predicted("even-out.csv", "--shard", shard, source=even)
-    assert len(rows_of(tmp_path / "even-out.csv")) == 32
+    assert not (tmp_path / "out.csv.parts").exists()
+    refusal(predicted, "out.csv", "--shard", "1/3", match=r"out.csv exists: name another")
     for wrong in ("0/3", "4/3", "2", "a/b"):
         refusal(predicted, "third.csv", "--shard", wrong, match="write 3/64")
+
+
+def test_options_that_do_not_fit(predicted: Predict) -> None:
     refusal(
         predicted, "third.csv", "--per_device_batch_size", "0", match="'0' is not a number from 1"
     )
@@ -155,51 +148,7 @@ def test_shards_join_in_order(predicted: Predict, tmp_path: Path) -> None:
     refusal(predict_file._choose_output, pattern, match="--output")
     texts = build_parser().parse_args(["predict", "m", "--text", "a", "--output", "b.csv"])
     refusal(predict_file.predict_file, texts, match="--output has no effect with --text")
-    refusal(
-        predict_file._columns,
-        Answers(),
-        [],
-        Path("out.csv"),
-        "top-2",
-        match="--probabilities top-2",
-    )
-
-
-def test_a_finished_shard(
-    predicted: Predict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the same file, model and settings it succeeds without computing anything; otherwise it is an error."""
-    for shard in ("1/2", "2/2"):
-        predicted("out.csv", "--shard", shard)
-    whole, parts = (tmp_path / "out.csv").read_bytes(), tmp_path / "out.csv.parts"
-    assert [path.name for path in parts.iterdir() if path.is_file()] == ["manifest.json"]
-    with monkeypatch.context() as still:
-        still.setattr(Parts, "write", None)
-        for more in (["--shard", "2/2"], ["--shard", "3/5"], ["--join"]):
-            predicted("out.csv", *more)
-        for more in ([], ["--shard", "2/2", "--probabilities", "none"]):
-            refusal(predicted, "out.csv", *more, match=r"out.csv exists: name another")
-        (
-            part := parts / "part-0000000000-0000000016.csv"
-        ).touch()  # as if killed before it replaced an older output
-        refusal(predicted, "out.csv", "--join", match=r"out.csv exists: name another")
-        part.unlink()
-    plain = rows_of(predicted("out.csv", "--probabilities", "none", "--overwrite"))
-    assert list(plain[0]) == ["id", "text", "prediction"]
-    (
-        tmp_path / "out.csv"
-    ).unlink()  # without it the output may be made again, also with other settings
-    predicted("out.csv", "--probabilities", "none", "--shard", "1/2")
-    refusal(
-        predicted,
-        "out.csv",
-        "--shard",
-        "2/2",
-        match=r"another prediction \(it differs in probabilities\)",
-    )
-    predicted("out.csv", "--overwrite", "--shard", "2/2")
-    predicted("out.csv", "--shard", "1/2")
-    assert (tmp_path / "out.csv").read_bytes() == whole
+    refusal(columns_of, Answers(), [], True, "top-2", match="--probabilities top-2")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
@@ -222,12 +171,15 @@ def test_a_killed_process_loses_only_unfinished_windows(
         *words[1:], script=words[0], env={"KILLED_AT": "16", "KILLED_BY": str(int(number))}
     )
     parts = sorted(path.name for path in Path(f"{out}.parts").glob("part-*"))
-    assert parts[:2] == ["part-0000000000-0000000016.csv", "part-0000000016-0000000032.csv"]
+    assert parts[:2] == [
+        "part-0000000000-0000000016.parquet",
+        "part-0000000016-0000000032.parquet",
+    ]
     if number == signal.SIGKILL:
         assert (ended.code, len(parts)) == (-signal.SIGKILL, 2), ended.err
-        Path(f"{out}.parts", ".part-0000000032-0000000048.csv.draft-0123456789abcdef").write_text(
-            "half"
-        )
+        Path(
+            f"{out}.parts", ".part-0000000032-0000000048.parquet.draft-0123456789abcdef"
+        ).write_text("half")
     else:
         assert ended.code == 130, ended.err
         line = next(line for line in ended.err.splitlines() if str(out) in line)
@@ -284,12 +236,18 @@ def test_the_quoting_of_the_training_file_is_used(
         rows_of(predict('text\n"a good, long film"\n', "b.csv", "b-out.csv"))[0]["text"]
         == "a good, long film"
     )
-    parts = Parts(tmp_path / "t.tsv", "utf-8", unquoted=True)
-    written = pa.table({"text": ["x"]}), {"prediction": ["a\tb"]}
-    refusal(parts.write, 0, *written, match="t.tsv: .* name an --output .*jsonl")
+    rows = [pa.table({"text": ["x"], "prediction": ["a\tb"]})]
+    refusal(
+        write.write_rows,
+        tmp_path / "t",
+        tmp_path / "t.tsv",
+        rows,
+        quoting=False,
+        match="t.tsv: .*jsonl",
+    )
 
 
-@pytest.mark.parametrize("kind", ["tsv", "json", "jsonl", "parquet", "csv.gz", "jsonl.xz"])
+@pytest.mark.parametrize("kind", ["tsv", "json", "jsonl", "parquet", "csv.gz", "jsonl.bz2"])
 def test_every_format_is_written_in_parts(predicted: Predict, kind: str) -> None:
     whole = rows_of(predicted("whole.csv"))
     path = predicted(f"out.{kind}", "--probabilities", "top-2")
@@ -342,13 +300,8 @@ def test_cells_are_written_as_they_were_read(tmp_path: Path) -> None:
     cells: dict[str, list[Any]] = {
         "text": ["a\rb", 'c "d", e\nf', ""], "score": [0.1234567890123456, 1e-12, None], "id": [2**60 + 1, None, 0],
         "tags": [["很", "y"], [], None], "prediction": ["p", None, "r"]}  # fmt: skip
-    prediction = {"prediction": cells["prediction"]}
     for name in ("out.csv", "out.tsv", "out.jsonl"):
-        parts = Parts(tmp_path / name, "utf-8")
-        parts.write(
-            0, pa.table({name: cells[name] for name in cells if name not in prediction}), prediction
-        )
-        parts.join(in_shards=False)
+        write.write_rows(tmp_path / name, tmp_path / name, [pa.table(cells)])
     expected = [dict(zip(cells, row, strict=True)) for row in zip(*cells.values(), strict=True)]
     assert lines_of(tmp_path / "out.jsonl") == expected
     written = {"score": ["0.1234567890123456", "1e-12", ""], "id": [str(2**60 + 1), "", "0"],
@@ -363,25 +316,11 @@ def test_cells_are_written_as_they_were_read(tmp_path: Path) -> None:
 
 
 def test_a_row_in_two_parts_is_an_error(tmp_path: Path) -> None:
-    parts = Parts(tmp_path / "out.csv", "utf-8")
+    parts = Parts(tmp_path / "out.csv", {})
     for start in (0, 4, 2):
         assert parts.missing(9) == {0: ["1 to 9"], 4: ["4 to 9"], 2: ["4 to 4", "8 to 9"]}[start]
-        parts.write(start, pa.table({"text": ["a", "b", "c"]}), {"prediction": ["x", "y", "z"]})
+        parts.write(start, {"prediction": ["x", "y", "z"]})
     refusal(parts.missing, 9, match=r"out.csv.parts holds row 3 twice: remove the folder")
-
-
-def test_a_folder_that_another_job_has_taken(tmp_path: Path) -> None:
-    """Two shards that differ, neither of which had a part when the other started."""
-    facts = [{"model": model, "columns": ["text", None]} for model in ("one", "two")]
-    first, second = (Parts(tmp_path / "out.csv", "utf-8", facts=job) for job in facts)
-    rows, predictions = pa.table({"text": ["a"]}), {"prediction": ["x"]}
-    for parts in (first, second):
-        parts.open(overwrite=False)
-    second.write(0, rows, predictions)
-    refusal(
-        first.write, 1, rows, predictions, match="out.csv.parts belongs to another prediction now"
-    )
-    assert second.finished() == {0: 1}
 
 
 def test_the_output_has_the_encoding_of_the_input(predicted: Predict, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from transformers import (
     AutoConfig,
     AutoModelForMaskedLM,
     AutoTokenizer,
-    BertConfig,
     BertForMaskedLM,
     pipeline,
 )
@@ -34,7 +33,6 @@ from toolkit.features.pretraining.data import MaskedSplit, MaskingCollator, Mask
 from toolkit.features.pretraining.model import (
     load_masked_model,
     predict_masked_only,
-    with_new_tokens,
 )
 from toolkit.features.pretraining.settings import EncoderSettings, PretrainSettings
 from toolkit.report.comparison import compare
@@ -352,87 +350,7 @@ def test_models_without_a_head(
     refusal(load_masked_model, settings, None, cross_entropy, 1, match="qwen3")
 
 
-def words_file(folder: Path, *words: str) -> str:
-    """With a byte order mark and line ends as editors on Windows write them."""
-    (folder / "words.txt").write_text(
-        "".join(f"{word}\r\n" for word in words), encoding="utf-8-sig", newline=""
-    )
-    return str(folder / "words.txt")
-
-
-@pytest.mark.parametrize("name", SEVERAL)
-def test_new_tokens_are_the_mean_of_their_pieces(
-    name: str, models: Runs, tmp_path: Path, accelerator: Any
-) -> None:
-    plain = AutoModelForMaskedLM.from_pretrained(models[name])
-    before = AutoTokenizer.from_pretrained(models[name])
-    settings = EncoderSettings(model_name_or_path=str(models[name]),
-                               init_new_tokens=words_file(tmp_path, "Zyxomab", "糖尿病", "iPhone15手机"))  # fmt: skip
-    tokenizer = load_tokenizer(with_new_tokens(settings, accelerator))
-    model = load_masked_model(settings, tokenizer, cross_entropy, 1)
-    assert len(tokenizer) == len(before) + 3
-    embeddings, decoder = model.get_input_embeddings().weight, model.get_output_embeddings()
-    assert decoder.weight is embeddings
-    assert len(embeddings) == decoder.out_features == model.config.vocab_size
-    for place, word in enumerate(("Zyxomab", "糖尿病", "iPhone15手机"), len(before)):
-        pieces = before(f" {word}", add_special_tokens=False)["input_ids"]
-        expected = plain.get_input_embeddings().weight[pieces].mean(0)
-        torch.testing.assert_close(embeddings[place], expected)
-        assert tokenizer(f"a {word}, b", add_special_tokens=False)["input_ids"].count(place) == 1
-    assert len(before) not in tokenizer("Zyxomabs", add_special_tokens=False)["input_ids"]
-    assert len(before) + 1 in tokenizer("我有糖尿病吗", add_special_tokens=False)["input_ids"]
-    ids = before("a good film", return_tensors="pt")
-    with torch.no_grad():
-        logits = [each.eval()(**ids).logits[..., : len(before)] for each in (plain, model)]
-    torch.testing.assert_close(logits[1], logits[0])
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [(["film"], "film"), (["zyx", "zyx"], "once"), (["two words"], "space"), ([], "one word"), (None, r"words\.txt"),
-     (["zyx", "\u200b"], r"u200b"), (["Zyxomab", "zyxomab"], "equal to another")],
-)  # fmt: skip
-def test_invalid_words(
-    words: list[str] | None, message: str, models: Runs, tmp_path: Path, accelerator: Any
-) -> None:
-    path = str(tmp_path / "words.txt") if words is None else words_file(tmp_path, *words)
-    settings = EncoderSettings(model_name_or_path=str(models["BERT"]), init_new_tokens=path)
-    refusal(with_new_tokens, settings, accelerator, match=message)
-
-
-def test_new_tokens_beside_words_of_jieba(tmp_path: Path, accelerator: Any) -> None:
-    """A word of the vocabulary is a token, though without jieba it is split: its embedding would be lost."""
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "新", "药", "糖", "尿", "病", "糖尿病"]
-    (tmp_path / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
-    BertConfig(vocab_size=len(words)).save_pretrained(tmp_path)
-    settings = EncoderSettings(model_name_or_path=str(tmp_path), tokenizer="jieba",
-                               init_new_tokens=words_file(tmp_path, "糖尿病"))  # fmt: skip
-    refusal(with_new_tokens, settings, accelerator, match="糖尿病: already tokens")
-    words_file(tmp_path, "糖尿病新药")
-    made = load_tokenizer(with_new_tokens(settings, accelerator))
-    assert made("糖尿病新药糖尿病", add_special_tokens=False)["input_ids"] == [11, 10]
-
-
-@pytest.fixture(scope="module")
-def run_with_new_tokens(
-    tiny_model: Path, data: list[Any], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    folder = tmp_path_factory.mktemp("new-tokens")
-    recipe("--model_name_or_path", tiny_model, *data, *COMMON, "--max_steps", 2, "--eval_every", 1, "--new_head",
-           "true", "--init_new_tokens", words_file(folder, "zyxomab"), "--output_dir", folder / "run",
-           script="recipes/pretrain.py").succeeded()  # fmt: skip
-    return folder / "run"
-
-
-def test_other_recipes_take_the_model(
-    single: Runs, run_with_new_tokens: Path, tmp_path: Path
-) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(run_with_new_tokens / "model")
-    assert (
-        BertForMaskedLM.from_pretrained(run_with_new_tokens / "model").config.vocab_size
-        == len(tokenizer)
-        == 128
-    )
+def test_other_recipes_take_the_model(single: Runs, tmp_path: Path) -> None:
     rows = [
         {"text": "a good zyxomab " * place, "title": "good zyxomab", "label": place % 2}
         for place in range(1, 19)
@@ -440,7 +358,7 @@ def test_other_recipes_take_the_model(
     pd.DataFrame(rows).to_json(tmp_path / "rows.jsonl", orient="records", lines=True)
     common = ["--train_file", tmp_path / "rows.jsonl", "--max_steps", 1, "--report_to", "none", "--learning_rate", 1e-9,
               "--mixed_precision", "no", "--max_length", 48]  # fmt: skip
-    sources = {"cls": ("cls", run_with_new_tokens), "title": ("title", run_with_new_tokens),
+    sources = {"cls": ("cls", single["BERT"]), "title": ("title", single["BERT"]),
                "long": ("bigbird", single["BERT"]), "sparse": ("bigbird", single["BigBird"])}  # fmt: skip
     made = {name: runs("single").run(f"of a masked model {name}", f"recipes.{script}",
                                      [*common, "--model_name_or_path", source / "model"])

@@ -112,11 +112,9 @@ def test_a_range_is_searched_and_the_same_command_repeats_nothing(
     assert len(set(values_of(tmp_path))) == 4
     with (
         FileLock(tmp_path / "sweep" / ".lock"),
-        pytest.raises(UserError, match="another sweep is writing"),
+        pytest.raises(UserError, match="another command is writing"),
     ):
         run_sweep(*words, 4)
-    with pytest.raises(UserError, match=r"holds another sweep.*--search=x=0.5:8:log"):
-        run_sweep("--search", "x=0.5:9:log", "--takes=0")
 
 
 def test_all_values_of_a_list_are_tried_and_a_failed_run_is_recorded(
@@ -128,7 +126,7 @@ def test_all_values_of_a_list_are_tried_and_a_failed_run_is_recorded(
     )  # killed in an earlier sweep
     printed = run_sweep("--search", "x=-4,2,1", "--fails=2")
     assert "trial-001: --x=2\n  trial-001 failed: step 1: the loss is not finite" in printed
-    assert "--x=-4\n  f1_macro -0.2500\n" in printed
+    assert "--x=-4\n  best evaluation -0.2500\n" in printed
     assert "--x=1\n" in printed.split("best settings")[1]
 
 
@@ -156,23 +154,14 @@ def test_the_run_of_another_command_is_not_taken_for_this_one(
     assert lines_of(old / "metrics.jsonl")[0]["loss"] == 2
 
 
-def test_a_changed_file_and_an_unfinished_run_with_a_report(
-    run_sweep: Sweep, tmp_path: Path
-) -> None:
+def test_a_changed_file_makes_another_run(run_sweep: Sweep, tmp_path: Path) -> None:
     (settings := tmp_path / "settings.yaml").write_text("learning_rate: 1e-5\n")
     words = ["--seeds", 1, "--x=1", "--takes=0", f"--needs={settings}"]
     run_sweep(*words)
     assert not run_sweep(*words).startswith("seed-42")
-    os.utime(
-        tmp_path / "sweep" / "seed-42" / "report.html", (0, 0)
-    )  # of a stop, before it was resumed and killed
-    assert run_sweep(*words).startswith("seed-42")
-    run_sweep("--search", "x=1,2", *words[3:])
     settings.write_text("learning_rate: 1e-4\n")
     assert run_sweep(*words).startswith("seed-42")
     assert len(list((tmp_path / "sweep").glob("seed-42.old-*"))) == 1
-    with pytest.raises(UserError, match="its YAML files have changed"):
-        run_sweep("--search", "x=1,2", *words[3:])
 
 
 def test_a_trial_below_the_median_is_pruned(
@@ -181,7 +170,7 @@ def test_a_trial_below_the_median_is_pruned(
     monkeypatch.setattr(children, "_POLL_SECONDS", 0.1)
     # runs take long enough for their first steps to be compared
     printed = run_sweep("--search", "x=1,2,3,4,50", "--takes=0.2", "--hangs=50")
-    assert "trial-004: --x=50\n  pruned after step" in printed
+    assert "trial-004: --x=50\n  pruned" in printed
     assert json.loads((tmp_path / "sweep/trial-004/config.json").read_text())["stopped"]
     assert len(lines_of(tmp_path / "sweep/trial-004/metrics.jsonl")) == 1
     assert "trial-004 " not in printed.split("best settings")[1]
@@ -229,13 +218,11 @@ def test_a_stopped_sweep_continues(
     (["--search", "learning_rate=0:1e-5:log"], "log"),
     (["--search", "dropout=0:1.5"], "--search dropout=0:1.5: --dropout '1.5'"),
     (["--search", "learning_rate=1e-5:1e-4", "--trials", "0"], "--trials 0: give 1 or more"),
-    (["--search", "seed=1,2", "--search", "seed=3,4"], "--search: two have the same name: seed, seed"),
-    (["--configs", "accelerate_configs/ddp.yaml,accelerate_configs/dpd.yaml"], "ddp.yaml"),
+    (["--search", "seed=1,2", "--search", "seed=3,4"], "--search: two have the same name: seed"),
     (["--search", "seed=1"], "NAME=A,B,C"),
     (["--search", "config_file=a,b"], "unknown setting --config_file"),
     (["--seeds", "2", "--trials", "3"], "--trials has no effect"),
-    (["--seeds", "2", "--push_to_hub", "true", "--hub_model_id", "m"], "--push_to_hub is not for a sweep"),
-    ([], "needs --search NAME=VALUES, --seeds N or --configs A,B"),
+    ([], "needs --search NAME=VALUES or --seeds N"),
     (["--search", "class_weights=balanced,effective", "--metric_for_best_model", "loss"], "--metric_for_best_model"),
     (["--seeds", "2", "--sead", "1"], "unknown setting --sead (did you mean seed?)"),
 ])  # fmt: skip
@@ -250,14 +237,14 @@ def test_faults_are_named_before_anything_runs(
 
 
 @pytest.mark.multiprocess
-def test_a_real_recipe_with_searches_seeds_and_configs(
+def test_a_real_recipe_with_a_search_and_seeds(
     tmp_path: Path, tiny_model: Path, reviews: Path
 ) -> None:
     (tmp_path / "settings.yaml").write_text(
         "learning_rate: 1e-3\neval_every: 2\nglobal_batch_size: 22\n"
     )
     command = ["toolkit", "sweep", "recipes/cls.py", tmp_path / "settings.yaml", "--train_file", reviews, "--max_steps",
-               4, "--model_name_or_path", tiny_model, "--search", "weight_decay=0.1,0.2", "--seeds", 2, "--configs",
+               4, "--model_name_or_path", tiny_model, "--search", "weight_decay=0.1,0.2", "--seeds", 2, "--config_file",
                "accelerate_configs/ddp.yaml", "--dropout", 0, "--mixed_precision", "no", "--report_to", "none",
                "--output_dir", tmp_path / "sweep"]  # fmt: skip
     done = start(command).succeeded()
@@ -265,8 +252,7 @@ def test_a_real_recipe_with_searches_seeds_and_configs(
     assert "2 x DDP" in table
     assert "Over seeds" in table
     settings = {name: json.loads((tmp_path / "sweep" / name / "config.json").read_text())["settings"]
-                for name in ("trial-000", "trial-001", "seed-43", "ddp")}  # fmt: skip
+                for name in ("trial-000", "trial-001", "seed-43")}  # fmt: skip
     assert {each["data_seed"] for each in settings.values()} == {42}
     assert [settings[name]["seed"] for name in ("trial-000", "seed-43")] == [42, 43]
-    assert settings["ddp"]["weight_decay"] == settings["seed-43"]["weight_decay"]
     assert "left out" not in done.out

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
 from toolkit.config.parse import section_in
-from toolkit.config.sections import TaskSettings, section
+from toolkit.config.sections import TaskSettings, Values, needs, section
 from toolkit.utils.features import Feature, PagePart
 
 
@@ -29,8 +29,6 @@ def _criterion(text: str | None) -> str | None:
 class DecisionSettings:
     """How probabilities become answers; tuned on the validation rows at the end and saved with the model."""
 
-    needs: ClassVar[Mapping[str, str]] = {"positive_class": "tune_thresholds"}
-
     tune_thresholds: Annotated[str | None, AfterValidator(_criterion)] = None
     """f1; for two classes or several labels also precision_at_recall=0.9, or cost=1:5 (false positive, negative)."""
     positive_class: str | None = None
@@ -39,6 +37,10 @@ class DecisionSettings:
     """Divide the logits by a temperature, so that of answers with probability 0.8 about 80 % are right."""
     abstain_below: float | None = Field(default=None, gt=0, lt=1)
     """Give no answer (null, an empty cell) where the probability of the answer is lower; for one class per text."""
+
+    @staticmethod
+    def contradictions(values: Values) -> Iterator[str]:
+        yield from needs(values, "positive_class", "tune_thresholds")
 
     @property
     def any(self) -> bool:

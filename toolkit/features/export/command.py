@@ -36,7 +36,7 @@ from toolkit.evaluation.saved_model import (
     training_quoting,
     training_run,
 )
-from toolkit.models.exported import FILES, INPUTS, export_format, no_statistics
+from toolkit.features.export.runtimes import FILES, INPUTS, export_format, no_statistics
 from toolkit.pretrained import quiet_transformers
 from toolkit.utils.extras import require_extra
 from toolkit.utils.files import explain_write_errors, replace_folder
@@ -197,7 +197,7 @@ def _read_split(file: str, options: Any, saved: Any) -> tuple[Split, bool]:
     pairs = saved.read_texts(table, pair) if pair else None
     split = replace(saved.tokenize(saved.read_texts(table, column), pairs), name=table.name)
     if labels := choose_labels(options.model, table, options.label_column, saved.answers.labels):
-        split = replace(split, labels=labels.encode(table, split.rows))
+        split = replace(split, labels=labels.encode(table))
     return split, labels is not None
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import functools
+from pathlib import Path
+from typing import Any
 
 from toolkit.utils.features import Command, Feature
 
@@ -47,7 +49,17 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-FEATURE = Feature(Command(
+class ExportFeature(Feature):
+    """The command, and the models that it writes."""
+
+    def load_model(self, model: str, config: Any) -> Any:
+        from toolkit.features.export.runtimes import ExportedClassifier, export_format
+
+        folder = Path(model)
+        return ExportedClassifier(folder, config) if export_format(folder) else None
+
+
+FEATURE = ExportFeature(Command(
     "export", "export a classifier to OpenVINO or ONNX Runtime, optionally in 8 bits",
     "toolkit.features.export.command:export", _add_arguments,
     "Writes OUT, a folder that `toolkit predict` reads like any model. It is compared with MODEL on the "

@@ -20,9 +20,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from toolkit.data.batches import Batch, Collator
 from toolkit.errors import UserError
 from toolkit.launch import log_on_main
-from toolkit.models.attention import attend as attend_padded
-from toolkit.models.attention import scaled_dot_product_attention
-from toolkit.models.first_token import only_head_reads
 from toolkit.models.layers import outer_layers
 from toolkit.pretrained import attention_dropout
 
@@ -68,7 +65,9 @@ def accept_packed(accelerator: Any, model: Any, probe: dict[str, Any]) -> None:
         raise UserError(
             f"--padding_free needs the attention sdpa, and {name} has {attention!r}: {way}"
         )
-    ALL_ATTENTION_FUNCTIONS.register("sdpa", attend)
+    padded = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    if getattr(padded, "func", None) is not attend:
+        ALL_ATTENTION_FUNCTIONS.register("sdpa", functools.partial(attend, padded=padded))
     model.register_forward_pre_hook(_unpack, with_kwargs=True)
     model.register_forward_hook(_drop_padding_texts, with_kwargs=True)
     layers[-1].register_forward_hook(_select_first_tokens, with_kwargs=True)
@@ -93,15 +92,20 @@ def attend(
     scaling: float | None = None,
     packed: Packed | None = None,
     sliding_window: int | None = None,
+    padded: Any = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' attention `sdpa`; with `packed`, within each text.
+    """transformers' attention `sdpa`; with `packed`, within each text. `padded`: the attention of
+    padded texts.
 
     query (1, nh, T, hs), key and value (1, nh, T, hs) -> (1, T, nh, hs). query (N, nh, 1, hs), the first tokens only ->
     (N, 1, nh, hs).
     """
     if packed is None:
-        return attend_padded(module, query, key, value, attention_mask, dropout, scaling, **options)
+        outputs: tuple[Tensor, Tensor | None] = padded(
+            module, query, key, value, attention_mask, dropout, scaling, **options
+        )
+        return outputs
     q, k, v = (
         states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)
     )  # (T, nh, hs)
@@ -110,7 +114,8 @@ def attend(
     )  # transformers' includes the token itself
     loop = q.device.type == "cpu" and _is_loop_faster(packed)
     compute = _varlen if _supports_varlen(q) and not dropout else _text_by_text if loop else _padded
-    output = compute(q, k, v, packed, window, dropout_p=dropout, scale=scaling)
+    sdpa = functools.partial(padded, module, dropout=dropout, scaling=scaling, is_causal=False)
+    output = compute(q, k, v, packed, window, scale=scaling, sdpa=sdpa)
     return output.view(query.shape[0], query.shape[2], *output.shape[1:]), None
 
 
@@ -153,9 +158,7 @@ def _text_by_text(
             if window < key.shape[2]
             else None
         )
-        outputs.append(
-            scaled_dot_product_attention(query, key, value, mask, **options)[0].transpose(0, 1)
-        )
+        outputs.append(options["sdpa"](query, key, value, mask)[0][0])  # (length, nh, hs)
     return torch.cat(outputs)
 
 
@@ -176,8 +179,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: int, **opti
 
     has_all_queries = len(q) == len(k)
     query, mask = (pad(q), mask) if has_all_queries else (q.unsqueeze(2), mask[:, :, :1])
-    output = scaled_dot_product_attention(query, pad(k), pad(v), mask, **options)
-    output = output.transpose(1, 2).flatten(0, 1)
+    output = options["sdpa"](query, pad(k), pad(v), mask)[0].flatten(0, 1)
     return output[packed.padded_indices] if has_all_queries else output
 
 
@@ -202,7 +204,7 @@ def _unpack(model: Any, args: Any, inputs: dict[str, Any]) -> Any:
         "attention_mask": dict.fromkeys(kinds) if kinds else None,
     }
     options["position_ids"] = inputs["position_ids"] + (0 if padding is None else padding + 1)
-    if only_head_reads(model, {}):
+    if "first_token_only" in inputs:  # see toolkit/models/first_token.py
         options["first_token_only"] = packed.first_tokens
     return args, inputs | options
 

@@ -1,14 +1,13 @@
-"""`toolkit predict MODEL FILE`, or `--text`: predictions for rows without labels, each exactly once."""
+"""`toolkit predict MODEL FILE`, or `--text`: predictions for rows, each exactly once."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,10 +22,11 @@ from toolkit import launch
 from toolkit.config import TextSettings
 from toolkit.data.read import format_of, read_file
 from toolkit.data.table import USUAL_TEXT, Table
-from toolkit.data.text_files import DELIMITERS, spreadsheet_encoding
+from toolkit.data.text_files import DELIMITERS, has_utf8_mark, is_utf8
 from toolkit.data.tokens import Split
+from toolkit.data.write import output_format, write_rows
 from toolkit.errors import UserError, listing
-from toolkit.evaluation.answers import Answers, ClassAnswers
+from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.saved_model import (
     SavedModel,
     choose_columns,
@@ -34,117 +34,313 @@ from toolkit.evaluation.saved_model import (
     training_quoting,
     training_run,
 )
+from toolkit.features.predict.columns import columns_of, line_of
 from toolkit.features.predict.parts import Parts
 from toolkit.pretrained import model_digest
+from toolkit.utils.files import explain_write_errors, replace_file
 from toolkit.utils.log import logger
 from toolkit.utils.progress import Progress
 
-WINDOW_ROWS, WINDOW_BYTES = 65536, 64 << 20
-"""A window ends at either limit: enough texts to sort by length, and little work to repeat after a kill."""
-_OF_FILES = ("output", "overwrite", "probabilities", "shard", "join", "text_column", "text_pair", "encoding",
-             "delimiter", "quoting", "column_names")  # fmt: skip
-_FILE_DEFAULTS = (None, False, "all", "utf-8")
-_EXISTS = "exists: name another with --output, or pass --overwrite"
+WINDOW_ROWS = 65536
+WINDOW_BYTES = 64 << 20
+"""A window ends at either limit: enough texts to sort by length, and little work to repeat after a
+kill."""
+_OF_FILES = ("output", "overwrite", "shard", "join", "text_column", "text_pair", "delimiter",
+             "quoting", "column_names")  # fmt: skip
 
 
 def predict_file(options: Any) -> None:
-    """Writes the rows of `options.file` with predictions, or prints predictions for `options.text`; a collective.
+    """Writes the rows of `options.file` with predictions, or prints predictions for `options.text`;
+    a collective.
 
-    A classifier adds a prediction and probabilities, an encoder-decoder a title. `options` holds the arguments of
-    `toolkit predict`. Raises UserError for a model or file that cannot be read, an output that exists, or a column of
-    the file that would be overwritten.
-    """
+    A classifier adds a prediction and probabilities, an encoder-decoder a title. `options` holds
+    the arguments of `toolkit predict`. Raises UserError for a model or file that cannot be read, an
+    output that exists, or a column of the file that would be overwritten."""
     if bool(options.file) == bool(options.text):
         raise UserError("toolkit predict needs a FILE or --text, one of them")
-    if options.text and (
-        unused := [name for name in _OF_FILES if getattr(options, name) not in _FILE_DEFAULTS]
-    ):
-        raise UserError(
-            f"--{unused[0]} has no effect with --text, whose answers are printed: give a FILE, or drop it"
-        )
+    if options.text:
+        _print_answers(options)
+        return
+    output = _choose_output(options)
     saved = SavedModel(options.model)
     accelerator = launch.make_accelerator(options.mixed_precision)
-    if options.text:
-        _print_answers(options, accelerator, saved)
-        return
-    output, settings = _choose_output(options), read_settings(options)
-    same_format = not settings.delimiter and format_of(Path(options.file)) == format_of(output)
-    table = read_file(options.file, settings)
-    _refuse_existing_columns(table, saved.answers, output, options)
-    column, pair = choose_columns(options.model, table, options.text_column, options.text_pair)
-    # everything that must be equal for all parts of an output
-    facts = {"layout": 3, "file": table.digest, "rows": len(table), "model": model_digest(options.model),
-             "columns": [column, pair], "max_length": saved.choose_max_length(options.max_length, pair is not None),
-             "precision": accelerator.mixed_precision, "probabilities": options.probabilities,
-             "encoding": options.encoding}  # fmt: skip
-    launch.require_equal(accelerator, "the file, the model and the options", facts)
-    encoding = settings.encoding
-    if format_of(output) in DELIMITERS:
-        encoding = spreadsheet_encoding(options.file, encoding)
-    parts = Parts(output, encoding, settings.quoting == "none" and same_format, facts)
-    if _is_already_joined(options, accelerator, parts):
-        return
+    table = read_file(options.file, read_settings(options))
+    prediction = Prediction(options, accelerator, saved, table, output)
+    prediction.refuse_existing_columns()
+    launch.require_equal(accelerator, "the file, the model and the options", prediction.parts.facts)
     if accelerator.is_main_process:
-        parts.open(
-            options.overwrite and not options.join
-        )  # --join computes nothing: it must not remove parts
-    prediction = _Prediction(
-        options, accelerator, saved, table, [column, *([pair] if pair else [])], parts
-    )
+        prediction.parts.open(options.overwrite)
     try:
         prediction.run()
     except KeyboardInterrupt:
-        finished = sum(end - start for start, end in parts.finished().items())
-        progress = f"{finished} of {len(table)} rows are finished, in {parts.folder}"
-        launch.log_on_main(
-            accelerator, f"stopped: {progress}; to continue: {launch.launch_info()['command']}"
-        )
+        finished = sum(end - start for start, end in prediction.parts.finished().items())
+        progress = f"{finished} of {len(table)} rows are finished, in {prediction.parts.folder}"
+        command = launch.launch_info()["command"]
+        launch.log_on_main(accelerator, f"stopped: {progress}; to continue: {command}")
         raise
 
 
-def _is_already_joined(options: Any, accelerator: Accelerator, parts: Parts) -> bool:
-    """Whether this is a shard of a finished job, which a scheduler has started again. Raises UserError for another
-    output."""
-    in_shards = options.shard or options.join
-    exists, joined = broadcast_object_list(
-        [parts.output.exists(), in_shards and parts.are_joined()]
-    )
-    if options.overwrite or not exists:
-        return False
-    if not joined:
-        raise UserError(f"{parts.output} {_EXISTS}")
-    launch.log_on_main(
-        accelerator, f"{parts.output} is complete: its shards are joined, nothing is left to do"
-    )
-    return True
+def _print_answers(options: Any) -> None:
+    for name in _OF_FILES:
+        if getattr(options, name):
+            raise UserError(f"--{name} has no effect with --text: give a FILE, or leave it out")
+    pair = training_run(options.model)["data"].get("text_pair")
+    if pair:
+        needed = "give a FILE with both columns"
+        raise UserError(f"this model reads pairs (--text_pair {pair}): {needed}")
+    saved = SavedModel(options.model)
+    accelerator = launch.make_accelerator(options.mixed_precision)
+    length = saved.choose_max_length(options.max_length)
+    saved.load(accelerator, length, options.per_device_batch_size, options.max_tokens_per_batch)
+    outputs = saved.compute_outputs(saved.tokenize(options.text))
+    if outputs is None:
+        return
+    for text, line in zip(options.text, saved.answers.answers(outputs), strict=True):
+        print(f"{line_of(line, saved.answers)}  {text}")
 
 
-def _print_answers(options: Any, accelerator: Accelerator, saved: SavedModel) -> None:
-    texts = options.text
-    if pair := training_run(options.model)["data"].get("text_pair"):
-        raise UserError(
-            f"this model reads pairs (--text_pair {pair}): give a FILE with both columns"
-        )
-    sizes = options.per_device_batch_size, options.max_tokens_per_batch
-    saved.load(accelerator, saved.choose_max_length(options.max_length), *sizes)
-    outputs = saved.compute_outputs(saved.tokenize(texts))
-    if outputs is not None:
-        if note := empty_text_warning(
-            [row for row, text in enumerate(texts) if not text.strip()], len(texts)
-        ):
-            logger.info(note)
-        for text, line in zip(texts, saved.answers.answers(outputs), strict=True):
-            print(f"{_format_answer(line, saved.answers)}  {text}")
-
-
-class _Window(NamedTuple):
-    """Rows that are read, tokenized, computed and written at a time."""
+class Window(NamedTuple):
+    """Rows that are tokenized, computed and written at a time."""
 
     start: int
-    rows: Any  # an Arrow table
-    split: Split  # the distinct texts of the rows
-    places: np.ndarray  # (rows,): the index in the split of each row's text
-    empty: list[int]  # rows of the file without a text
+    size: int
+    split: Split
+    """The distinct texts of the rows."""
+    places: np.ndarray
+    """(size,): the index in the split of each row's text."""
+    empty: list[int]
+    """Rows of the file without a text."""
+
+
+@dataclass
+class Totals:
+    """What was computed, for the lines at the end."""
+
+    rows: int = 0
+    texts: int = 0
+    """Distinct ones of each window."""
+    unanswered: int = 0
+
+
+class Prediction:
+    """Predicts a file window by window."""
+
+    def __init__(
+        self,
+        options: Any,
+        accelerator: Accelerator,
+        saved: SavedModel,
+        table: Table,
+        output: Path,
+    ) -> None:
+        self.options = options
+        self.accelerator = accelerator
+        self.saved = saved
+        self.table = table
+        self.output = output
+        self.kind = output_format(output)
+        text, pair = choose_columns(options.model, table, options.text_column, options.text_pair)
+        self.columns = [text]
+        if pair:
+            self.columns.append(pair)
+        self.max_length = saved.choose_max_length(options.max_length, pair is not None)
+        # everything that must be equal for all parts of an output
+        facts = {
+            "file": table.digest,
+            "rows": len(table),
+            "model": model_digest(options.model),
+            "columns": self.columns,
+            "max_length": self.max_length,
+            "precision": accelerator.mixed_precision,
+            "probabilities": options.probabilities,
+        }
+        self.parts = Parts(output, facts)
+
+    def refuse_existing_columns(self) -> None:
+        """Raises UserError if the file has a column that the predictions would get."""
+        outputs: Any = []
+        answers = self.saved.answers
+        if isinstance(answers, ClassAnswers):
+            outputs = np.zeros((0, answers.labels.size), np.float32)
+        names = set(self._columns(outputs)).intersection(self.table.rows.column_names)
+        if names:
+            remedy = "rename it, nothing is overwritten"
+            raise UserError(f"{self.table.name} already has a column {listing(names)}: {remedy}")
+
+    def _columns(self, outputs: Any) -> dict[str, list[Any]]:
+        flat = self.kind in DELIMITERS
+        return columns_of(self.saved.answers, outputs, flat, self.options.probabilities)
+
+    def run(self) -> None:
+        """Computes the parts that are missing (of this shard), and joins all unless there are
+        shards."""
+        finished: dict[int, int] = broadcast_object_list([self.parts.finished()])[0]
+        if not self.options.join:
+            self._compute(finished)
+        if not self.accelerator.is_main_process:
+            return
+        missing = self.parts.missing(len(self.table))
+        if self.options.shard:
+            number, count = self.options.shard
+            remaining = f"rows {listing(missing)} are missing"
+            if not missing:
+                remaining = "all rows are there: join them by the same command with --join"
+            logger.info(f"shard {number}/{count} is done; {remaining}")
+        elif missing:
+            rows = f"rows {listing(missing)} of {len(self.table)}"
+            raise UserError(f"{self.parts.folder} lacks {rows}: run the shards that are not done")
+        else:
+            self._join()
+
+    # --- computing
+
+    def _compute(self, finished: dict[int, int]) -> None:
+        """Computes a window while one thread tokenizes the next, and another writes the previous."""
+        missing = len(self.table) - sum(end - start for start, end in finished.items())
+        if not missing:
+            return
+        for line in self._start_lines(missing):
+            launch.log_on_main(self.accelerator, line)
+        options = self.options
+        self.saved.load(
+            self.accelerator,
+            self.max_length,
+            options.per_device_batch_size,
+            options.max_tokens_per_batch,
+        )
+        shards = options.shard[1] if options.shard else 1
+        bar = Progress(Path(options.file).name, max(1, missing // shards))
+        totals = Totals()
+        empty: list[int] = []
+        windows = self._windows(finished)
+        with (
+            ThreadPoolExecutor(1, "read") as reader,
+            ThreadPoolExecutor(1, "write") as writer,
+            contextlib.closing(bar),
+        ):
+            following = reader.submit(next, windows, None)
+            written: Future[int] = writer.submit(int)
+            while (window := following.result()) is not None:
+                following = reader.submit(next, windows, None)
+                update = partial(_update, bar, totals.rows, window.size)
+                outputs = self.saved.compute_outputs(window.split, update)
+                totals.rows += window.size
+                totals.texts += len(window.split)
+                empty += window.empty
+                if self.accelerator.is_main_process:
+                    totals.unanswered += written.result()
+                    written = writer.submit(self._write, window, outputs)
+            totals.unanswered += written.result()
+        if self.accelerator.is_main_process:
+            self._log_end(totals, empty, time.monotonic() - bar.started)
+
+    def _start_lines(self, missing: int) -> Iterator[str]:
+        if self.table.note:
+            yield self.table.note
+        names = " and ".join(self.columns)
+        yield f"reading {names}, at most {self.max_length} tokens of each text{self._header_hint()}"
+        if missing < len(self.table):
+            done = f"{len(self.table) - missing} of {len(self.table)} rows are done"
+            yield f"{done} in {self.parts.folder}: continuing"
+
+    def _header_hint(self) -> str:
+        """For a CSV whose first line may be a row, and not names of columns."""
+        name = self.columns[0]
+        trained = training_run(self.options.model)["data"].get("text_column")
+        is_named = name in (self.options.text_column, trained) or self.options.column_names
+        is_text_file = format_of(Path(self.options.file)) in DELIMITERS
+        if not is_text_file or is_named or name.lower().strip() in USUAL_TEXT:
+            return ""
+        names = [f"column_{place}" for place, _ in enumerate(self.table.rows.column_names, 1)]
+        names[self.table.rows.column_names.index(name)] = "text"
+        option = f"--column_names {','.join(names)}"
+        return f"; if the first line is a row, not a header, pass {option}"
+
+    def _log_end(self, totals: Totals, empty: list[int], seconds: float) -> None:
+        if empty:
+            logger.warning(empty_text_warning(empty, totals.rows))
+        if totals.unanswered:
+            reason = self.saved.answers.no_answer_reason
+            rows = f"{totals.unanswered} of {totals.rows} rows"
+            logger.warning(f"{rows} have no answer: {reason}")
+        speed = f"{totals.rows / max(seconds, 1e-9):.0f} a second"
+        if totals.texts < totals.rows:
+            speed += f", {totals.rows - totals.texts} of them repeat another's text"
+        logger.info(f"{totals.rows} rows in {seconds:.1f} s ({speed})")
+
+    def _windows(self, finished: dict[int, int]) -> Iterator[Window]:
+        """The unfinished windows of this shard."""
+        number, shards = self.options.shard or (1, 1)
+        for place, (start, rows) in enumerate(windows_of(self.table)):
+            if start not in finished and place % shards == number - 1:
+                yield self._tokenize(start, rows)
+
+    def _tokenize(self, start: int, rows: Any) -> Window:
+        import datasets
+
+        table = replace(self.table, source=datasets.Dataset(rows, fingerprint="rows"))
+        columns = [self.saved.read_texts(table, column) for column in self.columns]
+        distinct: dict[tuple[str, ...], int] = {}
+        texts = list(zip(*columns, strict=True))
+        places = np.array([distinct.setdefault(row, len(distinct)) for row in texts], np.int64)
+        firsts, *seconds = (list(column) for column in zip(*distinct, strict=True))
+        identity = f"{json.dumps(self.parts.facts)} {start}"
+        split = self.saved.tokenize(firsts, seconds[0] if seconds else None, identity)
+        ids = start + np.unique(places, return_index=True)[1]
+        empty = [start + row for row, parts in enumerate(texts) if not all(map(str.strip, parts))]
+        return Window(
+            start, len(texts), replace(split, name=self.table.name, rows=ids), places, empty
+        )
+
+    def _write(self, window: Window, outputs: Any) -> int:
+        """Writes a part, and returns the number of rows without an answer. `outputs`: the logits or
+        the title of each text."""
+        columns = self._columns(np.asarray(outputs)[window.places])
+        self.parts.write(window.start, columns)
+        return sum(answer is None for answer in columns.get("prediction", ()))
+
+    # --- joining
+
+    def _join(self) -> None:
+        """Writes the rows of the input with their predictions, and removes the parts."""
+        settings = read_settings(self.options)
+        encoding = settings.encoding
+        is_table = self.kind in DELIMITERS
+        if is_table and is_utf8(encoding) and has_utf8_mark(Path(self.options.file)):
+            encoding = "utf-8-sig"  # as Excel's file, which shows Chinese as garbage without it
+        same_kind = not settings.delimiter and format_of(Path(self.options.file)) == self.kind
+        quoting = settings.quoting != "none" or not same_kind
+        stays = explain_write_errors(self.output, f"finished parts stay in {self.parts.folder}")
+        with stays, replace_file(self.output) as draft:
+            write_rows(draft, self.output, self._joined(), encoding, quoting)
+        self.parts.remove()
+        logger.info(f"{len(self.table)} rows: {self.output}")
+
+    def _joined(self) -> Iterator[Any]:
+        windows = windows_of(self.table)
+        for (_, rows), predictions in zip(windows, self.parts.read(), strict=True):
+            for name in predictions.column_names:
+                rows = rows.append_column(name, predictions.column(name))
+            yield rows
+
+
+def windows_of(table: Table) -> Iterator[tuple[int, Any]]:
+    """(first row, pyarrow table) of each window; their limits depend on the file alone."""
+    import pyarrow
+
+    start = 0
+    waiting: list[Any] = []
+    for batch in table.batches():
+        if not isinstance(batch, pyarrow.Table):
+            batch = pyarrow.Table.from_batches([batch])
+        waiting.append(batch)
+        rows = sum(map(len, waiting))
+        if rows >= WINDOW_ROWS or sum(part.nbytes for part in waiting) >= WINDOW_BYTES:
+            yield start, pyarrow.concat_tables(waiting)
+            start += rows
+            waiting = []
+    if waiting:
+        yield start, pyarrow.concat_tables(waiting)
 
 
 def _update(bar: Progress, before: int, size: int, _: int, part: float) -> None:
@@ -153,248 +349,24 @@ def _update(bar: Progress, before: int, size: int, _: int, part: float) -> None:
     bar.update(round(rows), rows / bar.total)
 
 
-@dataclass(frozen=True)
-class _Prediction:
-    """Predicts a file window by window."""
-
-    options: Any
-    accelerator: Accelerator
-    saved: SavedModel
-    table: Table
-    columns: list[str]
-    """The column of texts, and of second texts if they are pairs."""
-    parts: Parts
-
-    def run(self) -> None:
-        """Computes the missing parts of this shard, and joins all parts once they are complete."""
-        options, parts, rows = self.options, self.parts, len(self.table)
-        done: dict[int, int] = broadcast_object_list([parts.finished()])[0]
-        missing = rows - sum(end - start for start, end in done.items())
-        if options.join and missing:
-            lacking = listing(parts.missing(rows))
-            raise UserError(
-                f"{parts.folder} lacks rows {lacking} of {rows}: run the shards that are not done"
-            )
-        if missing:
-            self._compute(done, missing)
-        if not self.accelerator.is_main_process:
-            return
-        absent = parts.missing(rows)
-        if not absent and (not options.shard or parts.claim_joining()):
-            parts.join(in_shards=bool(options.shard or options.join))
-            logger.info(f"{rows} rows: {parts.output}")
-        elif not parts.are_joined():  # by another process in the meantime
-            status = (
-                f"still missing: rows {listing(absent)} (the last shard joins all)" if absent else
-                "another process is joining the shards; if it was killed, use --join instead of --shard"
-            )  # fmt: skip
-            logger.info(f"shard {'/'.join(map(str, options.shard))} is done; {status}")
-
-    def _compute(self, done: dict[int, int], missing: int) -> None:
-        """Computes a window while one thread reads and tokenizes the next, and another writes the previous one."""
-        options, saved, total = self.options, self.saved, len(self.table)
-        names, max_length = " and ".join(self.columns), self.parts.facts["max_length"]
-        columns = f"reading column{'s' * (len(self.columns) > 1)} {names}, at most {max_length} tokens of each text"
-        name, trained = self.columns[0], training_run(options.model)["data"].get("text_column")
-        usual = (
-            name in (options.text_column, trained)
-            or options.column_names
-            or name.lower().strip() in USUAL_TEXT
-        )
-        if format_of(Path(options.file)) in (".csv", ".tsv") and not usual:
-            header = enumerate(self.table.rows.column_names, 1)
-            each = ["text" if other == name else f"column_{place}" for place, other in header]
-            columns += (
-                f"; if the first line is a row, not a header, pass --column_names {','.join(each)}"
-            )
-        resumed = (
-            f"{total - missing} of {total} rows are done in {self.parts.folder}: continuing"
-            if done
-            else ""
-        )
-        for line in filter(None, [self.table.note, columns, resumed]):
-            launch.log_on_main(self.accelerator, line)
-        saved.load(
-            self.accelerator,
-            max_length,
-            options.per_device_batch_size,
-            options.max_tokens_per_batch,
-        )
-        rows_left = max(1, min(missing, round(total / (options.shard or (1, 1))[1])))
-        bar = Progress(Path(options.file).name, rows_left)
-        rows = computed = unanswered = 0
-        empty: list[int] = []
-        windows = self._windows(done)
-        with (
-            ThreadPoolExecutor(1, "read") as reader,
-            ThreadPoolExecutor(1, "write") as writer,
-            contextlib.closing(bar),
-        ):
-            following = reader.submit(next, windows, None)
-            written: Future[Any] = writer.submit(int)
-            while (window := following.result()) is not None:
-                following = reader.submit(next, windows, None)
-                outputs = saved.compute_outputs(
-                    window.split, partial(_update, bar, rows, window.rows.num_rows)
-                )
-                rows, computed = rows + window.rows.num_rows, computed + len(window.split)
-                empty += window.empty
-                if self.accelerator.is_main_process:
-                    unanswered += written.result()
-                    written = writer.submit(self._write, window, outputs)
-            unanswered += written.result()
-        seconds = max(time.monotonic() - bar.started, 1e-9)
-        if self.accelerator.is_main_process:
-            if empty:
-                logger.warning(empty_text_warning(empty, rows))
-            if unanswered:
-                logger.warning(
-                    f"{unanswered} of {rows} rows have no answer: {saved.answers.no_answer_reason}"
-                )
-            repeated = (
-                f", {rows - computed} of them repeat another's text" if computed < rows else ""
-            )
-            logger.info(f"{rows} rows in {seconds:.1f} s ({rows / seconds:.0f} a second{repeated})")
-
-    def _windows(self, done: dict[int, int]) -> Iterator[_Window]:
-        """The unfinished windows of this shard; their limits depend on the file alone."""
-        import pyarrow
-
-        shard, shards = self.options.shard or (1, 1)
-        start = number = 0
-        waiting: list[Any] = []
-        for batch in itertools.chain(self.table.batches(), [None]):
-            if batch is not None:
-                waiting.append(
-                    batch
-                    if isinstance(batch, pyarrow.Table)
-                    else pyarrow.Table.from_batches([batch])
-                )
-            rows = sum(map(len, waiting))
-            if rows and (
-                batch is None
-                or rows >= WINDOW_ROWS
-                or sum(part.nbytes for part in waiting) >= WINDOW_BYTES
-            ):
-                if start not in done and number % shards == shard - 1:
-                    yield self._tokenize(start, pyarrow.concat_tables(waiting))
-                start, number, waiting = start + rows, number + 1, []
-
-    def _tokenize(self, start: int, rows: Any) -> _Window:
-        import datasets
-
-        table = replace(self.table, source=datasets.Dataset(rows, fingerprint="rows"))
-        columns = [self.saved.read_texts(table, column) for column in self.columns]
-        distinct: dict[tuple[str, ...], int] = {}
-        places = np.array(
-            [distinct.setdefault(row, len(distinct)) for row in zip(*columns, strict=True)],
-            np.int64,
-        )
-        texts, *pairs = (list(column) for column in zip(*distinct, strict=True))
-        split = self.saved.tokenize(
-            texts, pairs[0] if pairs else None, f"{json.dumps(self.parts.facts)} {start}"
-        )
-        split = replace(
-            split, name=self.table.name, rows=start + np.unique(places, return_index=True)[1]
-        )
-        blank = np.array([not all(map(str.strip, row)) for row in distinct])[places]
-        return _Window(start, rows, split, places, (start + np.flatnonzero(blank)).tolist())
-
-    def _write(self, window: _Window, outputs: Any) -> int:
-        """Writes a part, and returns the number of rows without an answer. `outputs`: logits or title of each text."""
-        outputs = np.asarray(outputs)[window.places]
-        columns = _columns(
-            self.saved.answers, outputs, self.parts.output, self.options.probabilities
-        )
-        self.parts.write(window.start, window.rows, columns)
-        return sum(answer is None for answer in columns.get("prediction", ()))
+# --- options
 
 
 def read_settings(options: Any) -> TextSettings:
     """The options for reading the file; `--quoting` by default as in training."""
-    names = ("encoding", "delimiter", "column_names")
     quoting = options.quoting or training_quoting(options.model, options.file)
-    return TextSettings(**{name: getattr(options, name) for name in names}, quoting=quoting)
-
-
-def _format_answer(line: dict[str, Any], answers: Answers) -> str:
-    """A title, numbers, or classes with their probabilities."""
-    prediction = line["prediction"]
-    if not isinstance(answers, ClassAnswers):
-        return str(prediction)
-    labels = answers.labels
-    if labels.problem_type == "regression":
-        numbers = zip(labels.names, np.atleast_1d(prediction), strict=True)
-        return " ".join(f"{name} {number:.4g}" for name, number in numbers)
-    probabilities = dict(zip(labels.names, line["probabilities"], strict=True))
-    if prediction is None:
-        best = max(probabilities, key=lambda name: probabilities[name])
-        return f"no answer (most probable: {best} {probabilities[best]:.4f})"
-    names = [prediction] if isinstance(prediction, str) else prediction
-    return " ".join(f"{name} {probabilities[name]:.4f}" for name in names) or "none"
-
-
-def _columns(
-    answers: Answers, outputs: Any, output: Path, probabilities: str
-) -> dict[str, list[Any]]:
-    """The columns of predictions for titles, or (N, C) logits: for probabilities (`all`, `none`, or `top-3`: names and
-    probabilities of the three most probable) a column for each class in CSV, one of lists in other formats."""
-    no_classes = (
-        not isinstance(answers, ClassAnswers) or answers.labels.problem_type == "regression"
+    return TextSettings(
+        encoding=options.encoding,
+        delimiter=options.delimiter,
+        column_names=options.column_names,
+        quoting=quoting,
     )
-    if no_classes and probabilities.startswith("top"):
-        raise UserError(f"--probabilities {probabilities}: the model has no classes: leave it out")
-    lines, flat = list(answers.answers(outputs)), format_of(output) in DELIMITERS
-    predictions = [line["prediction"] for line in lines]
-    columns: dict[str, list[Any]] = {"prediction": predictions}
-    if not isinstance(answers, ClassAnswers):
-        return columns
-    labels = answers.labels
-    if labels.problem_type == "regression":
-        return (
-            _by_name("prediction", labels.names, predictions)
-            if flat and labels.size > 1
-            else columns
-        )
-    if probabilities == "none":
-        return columns
-    rows = [line["probabilities"] for line in lines]
-    if probabilities == "all":
-        return columns | (
-            _by_name("probability", labels.names, rows) if flat else {"probabilities": rows}
-        )
-    most = min(int(probabilities.removeprefix("top-")), labels.size)
-    order = np.argsort(-outputs, axis=1, kind="stable")[:, :most].tolist()  # (N, most)
-    names = [[labels.names[place] for place in row] for row in order]
-    best = [[row[place] for place in places] for row, places in zip(rows, order, strict=True)]
-    if not flat:
-        return columns | {"top_classes": names, "top_probabilities": best}
-    for place in range(most):
-        columns[f"top_{place + 1}"] = [row[place] for row in names]
-        columns[f"top_{place + 1}_probability"] = [row[place] for row in best]
-    return columns
-
-
-def _by_name(
-    prefix: str, names: Sequence[str], rows: Sequence[Sequence[float]]
-) -> dict[str, list[Any]]:
-    return {f"{prefix}_{name}": [row[place] for row in rows] for place, name in enumerate(names)}
-
-
-def _refuse_existing_columns(table: Table, answers: Answers, output: Path, options: Any) -> None:
-    no_outputs: Any = (
-        np.zeros((0, answers.labels.size), np.float32) if isinstance(answers, ClassAnswers) else []
-    )
-    columns = _columns(answers, no_outputs, output, options.probabilities)
-    if existing := [name for name in columns if name in table.rows.column_names]:
-        raise UserError(
-            f"{table.name} already has a column {listing(existing)}: rename it, nothing is overwritten"
-        )
 
 
 def sibling(source: Path, ending: str) -> Path:
     """`rows.csv.gz`, `.evaluation` -> `rows.evaluation`, in the same folder."""
-    return source.with_name(source.name[: source.name.lower().rindex(format_of(source))] + ending)
+    stem = source.name[: source.name.lower().rindex(format_of(source))]
+    return source.with_name(stem + ending)
 
 
 def _choose_output(options: Any) -> Path:
@@ -403,19 +375,18 @@ def _choose_output(options: Any) -> Path:
     if source.is_dir():
         raise UserError(f"{source} is a folder: toolkit predict MODEL FILE, in this order")
     if not source.suffix and not source.exists():
-        raise UserError(
-            f"there is no {source}; for a text: toolkit predict MODEL --text {shlex.quote(options.file)}"
-        )
-    if not options.output and not source.is_file() and any(mark in source.name for mark in "*?["):
+        command = f"toolkit predict MODEL --text {shlex.quote(options.file)}"
+        raise UserError(f"there is no {source}; for a text: {command}")
+    if options.output:
+        output = Path(options.output)
+    elif not source.is_file() and any(mark in source.name for mark in "*?["):
         raise UserError(f"{source}: name the output file with --output")
-    kind = format_of(source)
-    output = Path(
-        options.output or sibling(source, f".predictions{'.csv' if kind == '.txt' else kind}")
-    )
-    if format_of(output) == ".txt":
-        raise UserError(f"--output {output}: name it .csv, .tsv, .json, .jsonl or .parquet")
-    if output.exists() and not (options.overwrite or options.shard or options.join):
-        raise UserError(f"{output} {_EXISTS}")
+    else:
+        kind = format_of(source).replace(".txt", ".csv")
+        output = sibling(source, f".predictions{kind}")
+    output_format(output)
+    if output.exists() and not options.overwrite:
+        raise UserError(f"{output} exists: name another with --output, or pass --overwrite")
     if not output.parent.is_dir():
         raise UserError(f"--output {output}: there is no folder {output.parent}")
     if not os.access(output.parent, os.W_OK):

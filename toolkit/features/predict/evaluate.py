@@ -66,7 +66,7 @@ def evaluate_file(options: Any) -> None:
         accelerator, f"reading the text from {column}, the label from {', '.join(labels.columns)}"
     )
     answers = replace(saved.answers, labels=labels)
-    truth = labels.encode(table, np.arange(len(table)))
+    truth = labels.encode(table)
     max_length = saved.choose_max_length(options.max_length, pair is not None)
     facts = {"file": table.digest, "rows": len(table), "columns": [column, pair, *labels.columns], "tokens": max_length,
              "model": model_digest(options.model)}  # fmt: skip

@@ -1,13 +1,12 @@
 """Masks tokens of unlabelled texts, and collates them.
 
-Which tokens are masked depends on seed, epoch and row only; how many, on the number of tokens only, so that the loss
-denominator of a global batch is known in advance.
+Which tokens are masked depends on seed, epoch and row only: every rank draws the masks of the whole
+global batch, and so knows its loss denominator.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import shlex
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ import torch
 
 from toolkit.data.batches import IGNORED, Batch, Collator
 from toolkit.data.jieba_tokenizer import load_jieba
-from toolkit.data.table import Rows, Table
+from toolkit.data.table import Table
 from toolkit.data.targets import Targets
 from toolkit.data.tokens import Split, append_to_npy, cut_long_texts
 from toolkit.errors import UserError
@@ -31,6 +30,7 @@ from toolkit.pretrained import load_config
 from toolkit.utils.progress import Progress
 
 _MASKED_30_PERCENT = ("modernbert", "eurobert")  # at least, in their pretraining
+_COUNTED_ROWS = 4096
 
 
 class Draw(NamedTuple):
@@ -45,100 +45,61 @@ EVALUATION_DRAW = Draw(0, 0, 0.15)
 """Equal in all runs, so that their evaluations can be compared."""
 
 
-def count_masked(maskable: np.ndarray, probability: float) -> np.ndarray:
-    """(samples,) maskable tokens -> (samples,) int64 masked tokens, at least 1 if any is maskable."""
-    return np.minimum(np.maximum(np.floor(maskable * probability + 0.5), 1), maskable).astype(
-        np.int64
-    )
-
-
 def draw_masks(
     draw: Draw,
     rows: np.ndarray,
     lengths: np.ndarray,
     maskable: np.ndarray,
     starts: np.ndarray | None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """((T,) bool, the tokens to predict, of samples one after another; (n, 2) uniform random numbers, to choose the
-    replacements of these n tokens).
-
-    `rows` and `lengths` (samples,); `maskable` (T,) bool; `starts` (T,) bool: the tokens that begin a word. With it,
-    words are selected in random order, except those with more tokens than remain to select; the first tokens of one of
-    these come last. Without, each token is a word.
-    """
-    samples, tokens = np.repeat(np.arange(len(rows)), lengths)[maskable], np.flatnonzero(maskable)
-    words = tokens if starts is None else starts.cumsum()[tokens]
-    begins = np.flatnonzero((np.diff(samples, prepend=-1) != 0) | (np.diff(words, prepend=-1) != 0))
-    sample, size = samples[begins], np.diff(begins, append=len(tokens))  # of each word
-    count = count_masked(np.bincount(samples, minlength=len(rows)), draw.probability)
-    word_counts = np.bincount(sample, minlength=len(rows))
-    priorities, replacements = _uniform(draw, rows, word_counts, 2 * count)
-    order = np.lexsort((priorities, sample))
-    masked_per_word = np.empty_like(size)
-    masked_per_word[order] = _take(size[order], sample[order], count, word_counts)
-    within = np.arange(len(tokens)) - np.repeat(begins, size)
-    is_masked = np.zeros(len(maskable), np.bool_)
-    is_masked[tokens[within < np.repeat(masked_per_word, size)]] = True
-    return is_masked, replacements.reshape(-1, 2)
-
-
-def _uniform(draw: Draw, rows: np.ndarray, *counts: np.ndarray) -> list[np.ndarray]:
-    """Uniform random numbers, all of one sample before the next: as many for each as in each of `counts` (samples,)."""
-    key = np.array([draw.seed % 2**64, draw.epoch], np.uint64)
-    philox = np.random.Philox(key=key)
-    generator, state = np.random.Generator(philox), philox.state
-    numbers: list[list[np.ndarray]] = [[] for _ in counts]
-    for row, *each in zip(rows.tolist(), *(count.tolist() for count in counts), strict=True):
-        state["state"]["counter"] = np.array([0, row, 0, 0], np.uint64)
-        philox.state = state  # a third of the time of a new generator
-        for parts, count in zip(numbers, each, strict=True):
-            parts.append(generator.random(count))
-    return [np.concatenate(parts) for parts in numbers]
-
-
-def _take(
-    size: np.ndarray, sample: np.ndarray, count: np.ndarray, word_counts: np.ndarray
 ) -> np.ndarray:
-    """(words,) how many tokens to select of each word. `size`, `sample` (words,), in the order of selection within each
-    sample; `count`, `word_counts` (samples,)."""
-    start = np.repeat(
-        word_counts.cumsum() - word_counts, word_counts
-    )  # of a word: its sample's first word
-    place, whole = np.arange(len(size)), np.ones(len(size), np.bool_)
-    while True:
-        before = np.append(0, (size * whole).cumsum())
-        before = before[:-1] - before[start]  # selected of this sample before each word
-        too_long = whole & (before + size > count[sample])
-        first = np.unique(sample[too_long], return_index=True)[1]
-        first = np.flatnonzero(too_long)[first]
-        if not len(first):
-            break
-        # no later word of the sample that is longer than what remains fits, either
-        since, remaining = np.full(len(count), len(size)), np.zeros(len(count), np.int64)
-        since[sample[first]], remaining[sample[first]] = first, count[sample[first]] - before[first]
-        whole &= (place < since[sample]) | (size <= remaining[sample])
-    masked_per_word = size * whole
-    missing = count - np.bincount(sample, masked_per_word, len(count)).astype(np.int64)
-    skipped = np.flatnonzero(~whole)
-    of, first = np.unique(sample[skipped], return_index=True)
-    masked_per_word[skipped[first]] = missing[of]
-    return masked_per_word
+    """(T,) bool: the tokens to predict, of samples one after another.
+
+    `rows` and `lengths` (samples,); `maskable` (T,) bool; `starts` (T,) bool: the tokens that begin
+    a word; None: each token is a word. A word is masked, all of its maskable tokens, with the
+    probability of the draw; of a sample without any such word the one that came closest."""
+    numbers = uniform_numbers(draw, 0, rows, lengths)
+    begins = lengths.cumsum() - lengths
+    if starts is not None:
+        starts = starts.copy()
+        starts[begins] = True
+        places = np.arange(len(numbers))
+        numbers = numbers[np.maximum.accumulate(np.where(starts, places, 0))]
+    lowest = np.minimum.reduceat(np.where(maskable, numbers, np.inf), begins)
+    limits = np.repeat(np.maximum(lowest, draw.probability), lengths)
+    return maskable & (numbers <= limits)
+
+
+def uniform_numbers(draw: Draw, stream: int, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """(T,) uniform random numbers, one for each token of samples one after another, which depend on
+    the seed, the epoch, the row and the number of the stream."""
+    philox = np.random.Philox(key=np.array([draw.seed % 2**64, draw.epoch], np.uint64))
+    generator = np.random.Generator(philox)
+    state = philox.state
+    parts = []
+    for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
+        state["state"]["counter"] = np.array([0, row, stream, 0], np.uint64)
+        philox.state = state  # a third of the time of a new generator
+        parts.append(generator.random(length))
+    return np.concatenate(parts)
 
 
 @dataclass(frozen=True)
 class MaskedSplit(Split):
-    """A split for masked-language modelling; `labels` (samples,) int64: the maskable tokens of each text."""
+    """A split for masked-language modelling; `labels` (samples,) int64: the masked tokens of each
+    text in an evaluation."""
 
     words: np.ndarray | None = field(default=None, kw_only=True)
     """(tokens,) bool: the first tokens of words; None: single tokens are masked."""
 
     def loss_denominators(self, indices: np.ndarray | slice = slice(None)) -> np.ndarray:
         """(samples,) int64: the masked tokens of each sample in an evaluation."""
-        return count_masked(self.labels[indices], EVALUATION_DRAW.probability)
+        counts: np.ndarray = self.labels[indices]
+        return counts
 
 
 class MaskingCollator(Collator):
-    """Sample indices -> a padded `Batch` with the masks of evaluations, or, after `at`, of a training step."""
+    """Sample indices -> a padded `Batch` with the masks of evaluations, or, after `at`, of a
+    training step."""
 
     split: MaskedSplit
 
@@ -147,31 +108,38 @@ class MaskingCollator(Collator):
     ) -> None:
         """`probabilities`: of masking, at the first and at the last step."""
         super().__init__(split, tokenizer, device)
-        self.seed, self.probabilities, self.draw = seed, probabilities, EVALUATION_DRAW
-        self.special, self.mask_id = special_tokens(tokenizer), int(tokenizer.mask_token_id)
+        self.seed = seed
+        self.probabilities = probabilities
+        self.draw = EVALUATION_DRAW
+        self.special = special_tokens(tokenizer)
+        self.mask_id = int(tokenizer.mask_token_id)
         self.ordinary = np.flatnonzero(~self.special)
 
     def at(self, epoch: int, progress: float) -> MaskingCollator:
-        step, (first, last) = copy.copy(self), self.probabilities
+        first, last = self.probabilities
+        step = copy.copy(self)
         step.draw = Draw(self.seed, epoch + 1, first + (last - first) * progress)
         return step
 
     def loss_denominators(self, indices: np.ndarray) -> np.ndarray:
-        return count_masked(self.split.labels[indices], self.draw.probability)
+        """(samples,) int64: the masked tokens of each sample."""
+        _, is_masked = self._masks(indices)
+        return _count(is_masked, self.split.lengths[indices])
 
     def __call__(self, indices: np.ndarray) -> Batch:
-        """Adds the inputs `target_positions` (B, K), the masked positions, and `target_ids` (B, K), the original tokens
-        there, padded with IGNORED, which are also the labels."""
+        """Adds the inputs `target_positions` (B, K), the masked positions, and `target_ids` (B, K),
+        the original tokens there, padded with IGNORED, which are also the labels."""
         batch = super().__call__(indices)
-        indices = indices if len(indices) else np.zeros(1, np.int64)
-        lengths, width = self.split.lengths[indices], batch.inputs["input_ids"].shape[1]
+        if not len(indices):
+            indices = np.zeros(1, np.int64)
+        lengths = self.split.lengths[indices]
+        width = batch.inputs["input_ids"].shape[1]
         ids, is_masked, truth = self.mask_tokens(indices)
-        shift = (width - lengths) * self.left
-        begins = lengths.cumsum() - lengths - shift
-        positions = np.flatnonzero(is_masked) - np.repeat(begins, lengths)[is_masked]
-        counts = np.bincount(
-            np.repeat(np.arange(len(indices)), lengths)[is_masked], minlength=len(indices)
-        )
+        starts = lengths.cumsum() - lengths
+        if self.left:
+            starts = starts - (width - lengths)  # the padding comes first
+        positions = np.flatnonzero(is_masked) - np.repeat(starts, lengths)[is_masked]
+        counts = _count(is_masked, lengths)
         most = max(1, int(counts.max()))
         labels = self.padded(truth, counts, most, IGNORED, left=False)  # (B, K)
         inputs = {
@@ -182,23 +150,33 @@ class MaskingCollator(Collator):
         return replace(batch, inputs=batch.inputs | inputs, labels=labels)
 
     def mask_tokens(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of these samples, one after another: ((T,) ids after masking, (T,) bool, the tokens to predict, (n,) their
-        original ids): 80 % become the mask token, 10 % a random token, and 10 % stay (Devlin et al. 2019, BERT, section
-        3.1)."""
-        split, words = self.split, self.split.words
-        ids = split.gather(split.input_ids, indices)
-        starts = None if words is None else split.gather(words, indices)
-        is_masked, random = draw_masks(
-            self.draw, split.rows[indices], split.lengths[indices], ~self.special[ids], starts
-        )
-        truth, others = (
-            ids[is_masked],
-            self.ordinary[(random[:, 1] * len(self.ordinary)).astype(np.int64)],
-        )
-        ids[is_masked] = np.select(
-            [random[:, 0] < 0.8, random[:, 0] < 0.9], [self.mask_id, others], truth
-        )
+        """Of these samples, one after another: ((T,) ids after masking, (T,) bool, the tokens to
+        predict, (n,) their original ids): 80 % become the mask token, 10 % a random token, and 10 %
+        stay (Devlin et al. 2019, BERT, section 3.1)."""
+        ids, is_masked = self._masks(indices)
+        sample = (self.split.rows[indices], self.split.lengths[indices])
+        action = uniform_numbers(self.draw, 1, *sample)[is_masked]
+        choice = uniform_numbers(self.draw, 2, *sample)[is_masked]
+        truth = ids[is_masked]
+        others = self.ordinary[(choice * len(self.ordinary)).astype(np.int64)]
+        ids[is_masked] = np.select([action < 0.8, action < 0.9], [self.mask_id, others], truth)
         return ids, is_masked, truth
+
+    def _masks(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """((T,) ids, (T,) bool, the tokens to predict) of these samples, one after another."""
+        split = self.split
+        ids = split.gather(split.input_ids, indices)
+        starts = None
+        if split.words is not None:
+            starts = split.gather(split.words, indices)
+        rows = split.rows[indices]
+        lengths = split.lengths[indices]
+        return ids, draw_masks(self.draw, rows, lengths, ~self.special[ids], starts)
+
+
+def _count(is_masked: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """(T,) bool of samples one after another -> (samples,) int64."""
+    return np.add.reduceat(is_masked, lengths.cumsum() - lengths, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -247,40 +225,41 @@ class Masks(Targets):
 
     @classmethod
     def data_facts(cls, settings: Any) -> dict[str, Any]:
-        return {"words": load_jieba().name if settings.masking.whole_word_mask else None}
+        words = None
+        if settings.masking.whole_word_mask:
+            words = load_jieba().name
+        return {"words": words, "masks": "each word by chance"}
 
     @classmethod
-    def find(
-        cls, settings: Any, table: Table, text_column: str, rows: np.ndarray | None = None
-    ) -> Masks:
+    def find(cls, settings: Any, table: Table, text_column: str) -> Masks:
         return cls(settings.masking.whole_word_mask)
 
     def trial(self, split: Any) -> tuple[Any, Any]:
         return np.ones((1, 2)), np.ones(1)
 
-    def save(self, folder: Path, rows: Rows, tokenizer: Any) -> list[str]:
-        """Writes `labels`, and, for whole words, `words`. Raises UserError if no token is maskable."""
-        ids, offsets = (
-            np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("input_ids", "offsets")
-        )
-        ordinary = ~special_tokens(tokenizer)
-        maskable = [
-            np.count_nonzero(ordinary[ids[start:end]])
-            for start, end in itertools.pairwise(offsets.tolist())
-        ]
-        np.save(folder / "labels.npy", np.array(maskable, np.int64))
-        if not any(maskable):
-            why = "consist of special and unknown tokens only: is it the right --text_column, and their language that"
-            raise UserError(
-                f"{rows.table.name}: the texts of {folder.name} {why} of the model's tokenizer?"
-            )
+    def save(self, folder: Path, table: Table, encoded: np.ndarray, tokenizer: Any) -> list[str]:
+        """Writes `labels`, and, for whole words, `words`. Raises UserError if no token is
+        maskable."""
+        ids = np.load(folder / "input_ids.npy", mmap_mode="r")
+        offsets = np.load(folder / "offsets.npy", mmap_mode="r")
+        words = None
         if self.whole_word_mask:
-            saved = _save_words(folder, rows, copy.deepcopy(tokenizer), int(np.diff(offsets).max()))
+            longest = int(np.diff(offsets).max())
+            saved = _save_words(folder, table, copy.deepcopy(tokenizer), longest)
             if saved != len(ids):
                 name = type(tokenizer).__name__
-                raise UserError(
-                    f"--whole_word_mask: the character offsets of {name} are wrong: leave it out"
-                )
+                fault = f"the character offsets of {name} are wrong"
+                raise UserError(f"--whole_word_mask: {fault}: leave it out")
+            words = np.load(folder / "words.npy", mmap_mode="r")
+        ordinary = ~special_tokens(tokenizer)
+        counts = _counts_in_evaluations(ids, offsets, table.row_numbers, words, ordinary)
+        np.save(folder / "labels.npy", counts)
+        if not counts.any():
+            raise UserError(
+                f"{table.name}: the texts of {folder.name} consist of special and unknown tokens "
+                "only: is it the right --text_column, and their language that of the model's "
+                "tokenizer?"
+            )
         return []
 
     def facts(self) -> dict[str, Any]:
@@ -294,22 +273,44 @@ class Masks(Targets):
         return f"masked {'whole words' if self.whole_word_mask else 'tokens'}"
 
 
-def _save_words(folder: Path, rows: Rows, tokenizer: Any, max_length: int) -> int:
+def _counts_in_evaluations(
+    ids: np.ndarray,
+    offsets: np.ndarray,
+    rows: np.ndarray,
+    words: np.ndarray | None,
+    ordinary: np.ndarray,
+) -> np.ndarray:
+    """(samples,) int64: the tokens that `EVALUATION_DRAW` masks; some thousand samples at a time."""
+    parts = []
+    for first in range(0, len(rows), _COUNTED_ROWS):
+        bounds = offsets[first : first + _COUNTED_ROWS + 1]
+        span = slice(int(bounds[0]), int(bounds[-1]))
+        lengths = np.diff(bounds)
+        starts = words[span] if words is not None else None
+        numbers = rows[first : first + len(lengths)]
+        is_masked = draw_masks(EVALUATION_DRAW, numbers, lengths, ordinary[ids[span]], starts)
+        parts.append(_count(is_masked, lengths))
+    return np.concatenate(parts)
+
+
+def _save_words(folder: Path, table: Table, tokenizer: Any, max_length: int) -> int:
     """Writes `words`, and returns its number of tokens."""
-    bar, done, tokens = Progress(f"words of {folder.name}", len(rows), "texts"), 0, 0
-    tokenizer(
-        ["a"], truncation=True, max_length=max_length
-    )  # sets the truncation, for `cut_long_texts`
+    bar = Progress(f"words of {folder.name}", len(table), "texts")
+    texts_done = 0
+    tokens = 0
+    # sets the truncation, for `cut_long_texts`
+    tokenizer(["a"], truncation=True, max_length=max_length)
     with append_to_npy(folder / "words.npy", np.bool_) as append:
-        for whole, _ in rows.texts():
+        for whole, _ in table.texts():
             texts = list(cut_long_texts(tokenizer, whole, max_length))
             encoded = tokenizer(
                 texts, truncation=True, max_length=max_length, return_offsets_mapping=True
             )
             starts = np.concatenate([*map(word_starts, texts, encoded["offset_mapping"])])
             append(starts)
-            done, tokens = done + len(texts), tokens + len(starts)
-            bar.update(done)
+            texts_done += len(texts)
+            tokens += len(starts)
+            bar.update(texts_done)
     bar.close()
     return tokens
 

@@ -7,27 +7,21 @@ and ties do not change.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from accelerate.utils import set_seed
-from tokenizers import AddedToken
 from torch.utils.checkpoint import checkpoint
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModelForMaskedLM
 
 from toolkit.data.batches import IGNORED
-from toolkit.data.tokens import load_tokenizer
-from toolkit.errors import UserError, first_line, listing
+from toolkit.errors import UserError, listing
 from toolkit.features.pretraining.settings import EncoderSettings
-from toolkit.features.pretraining.words import HAN
 from toolkit.models.classifier import configure, cpu_attention, from_pretrained, set_dropout
-from toolkit.pretrained import load_config, model_digest, refuse_random
-from toolkit.utils.cache import cached_folder, digest_of_text
+from toolkit.pretrained import load_config, refuse_random
 
 LossFn = Callable[
     [torch.Tensor, torch.Tensor], torch.Tensor
@@ -63,7 +57,6 @@ def load_masked_model(settings: EncoderSettings, tokenizer: Any, loss_fn: LossFn
         why = f"has no weights of a masked-language head ({listing(head, 3)})"
         way = "take the pretrained checkpoint with its head, or pass --new_head true to train a new one"
         raise UserError(f"model {name} {why}: {way}")
-    init_new_tokens(model, tokenizer, settings)
     configure(model, settings)
     predict_masked_only(model, loss_fn)
     return model
@@ -142,87 +135,3 @@ def predict_masked_only(model: Any, loss_fn: LossFn) -> None:
         raise UserError(
             f"{type(model).__name__} has a masked-language head of another kind: take another encoder"
         )
-
-
-def with_new_tokens(settings: EncoderSettings, accelerator: Any) -> EncoderSettings:
-    """The settings with the path of a folder whose tokenizer and config have `init_new_tokens`, written once per
-    machine; unchanged without that setting. A collective. Raises UserError for words that cannot be added."""
-    if settings.init_new_tokens is None:
-        return settings
-    name, words = str(settings.model_name_or_path), _read_words(settings.init_new_tokens)
-    digest = digest_of_text(f"{model_digest(name)} {settings.tokenizer} {words}")
-    with cached_folder("models", digest, accelerator, name) as (folder, draft):
-        if draft:
-            _save_with_words(settings, words, draft)
-    return replace(settings, model_name_or_path=str(folder))
-
-
-def _save_with_words(settings: EncoderSettings, words: list[str], folder: Path) -> None:
-    """Writes the tokenizer with these words added, and the config with the new vocabulary size."""
-    tokenizer, config = load_tokenizer(settings), load_config(settings)
-    pieces = {word: _pieces(tokenizer, word) for word in words}
-    if known := [
-        word for word, ids in pieces.items() if len(ids) == 1 != ids.count(tokenizer.unk_token_id)
-    ]:
-        raise UserError(
-            f"--init_new_tokens: {listing(known, 5)}: already tokens; remove them from the file"
-        )
-    if empty := [ascii(word) for word, ids in pieces.items() if not ids]:
-        raise UserError(
-            f"--init_new_tokens: {listing(empty, 5)}: the tokenizer drops these; remove them from the file"
-        )
-    for word in (
-        words
-    ):  # Chinese words match within a clause, others as whole words with the space before them
-        options = {} if HAN.search(word) else {"single_word": True, "lstrip": True}
-        tokenizer.add_tokens([AddedToken(word, normalized=bool(options), **options)])
-    if lost := [
-        word
-        for word in words
-        if tokenizer.convert_tokens_to_ids(word) not in _pieces(tokenizer, word)
-    ]:
-        raise UserError(
-            f"--init_new_tokens: {listing(lost, 5)}: equal to another word once normalized; remove them"
-        )
-    tokenizer.save_pretrained(folder)
-    config.vocab_size = max(config.vocab_size, len(tokenizer))
-    config.to_json_file(folder / "config.json")
-
-
-def _read_words(file: str) -> list[str]:
-    try:
-        words = [
-            word
-            for line in Path(file).read_text(encoding="utf-8-sig").splitlines()
-            if (word := line.strip())
-        ]
-    except (OSError, UnicodeError) as error:
-        raise UserError(
-            f"--init_new_tokens {file} cannot be read (as UTF-8 text): {first_line(error)}"
-        ) from error
-    if not words or len({*words}) < len(words) or any(map(str.isspace, "".join(words))):
-        raise UserError(
-            f"--init_new_tokens {file}: write one word on each line, each once, without spaces"
-        )
-    return words
-
-
-def _pieces(tokenizer: Any, word: str) -> list[int]:
-    return list(tokenizer(f" {word}", add_special_tokens=False)["input_ids"])
-
-
-@torch.no_grad()
-def init_new_tokens(model: Any, tokenizer: Any, settings: EncoderSettings) -> None:
-    """Sets the embedding (and output bias) of each new token to the mean of those of its former pieces."""
-    if settings.init_new_tokens is None:
-        return
-    before = load_tokenizer(settings)
-    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    head = model.get_output_embeddings()
-    tables = {
-        id(table): table for table in (model.get_input_embeddings().weight, *head.parameters())
-    }
-    for word in _read_words(settings.init_new_tokens):
-        for table in tables.values():
-            table[tokenizer.convert_tokens_to_ids(word)] = table[_pieces(before, word)].mean(dim=0)

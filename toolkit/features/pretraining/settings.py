@@ -17,8 +17,6 @@ class EncoderSettings(PretrainedSettings):
 
     new_head: bool = False
     """Add a masked-language head, tied to the embeddings, to an encoder without one."""
-    init_new_tokens: str | None = None
-    """A file of words, one per line, to add as tokens; each embedding starts as the mean of its former pieces'."""
 
 
 @section

@@ -10,18 +10,10 @@ from toolkit.utils.features import Command, Feature
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     search = "learning_rate=1e-5:1e-4:log (a range) or seed=1,2,3 (a list); may be repeated; lists only: a grid"
-    configs = "run the best settings under each config"
     add("recipe", metavar="RECIPE.py")
     add("--search", action="append", default=[], metavar="NAME=VALUES", help=search)
     add("--trials", type=int, metavar="N", help="total runs of the search [20]")
     add("--seeds", type=int, metavar="N", help="run the best settings with N seeds")
-    add(
-        "--configs",
-        type=lambda text: text.split(","),
-        default=[],
-        metavar="FILE,FILE",
-        help=configs,
-    )
     add(
         "--output_dir",
         metavar="FOLDER",
@@ -30,7 +22,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 FEATURE = Feature(Command(
-    "sweep", "search for settings, or run several seeds or configs, and compare",
+    "sweep", "search for settings, or run several seeds, and compare",
     "toolkit.features.sweep.command:run", _add_arguments,
     usage="toolkit sweep RECIPE.py [SETTINGS.yaml] [--search NAME=LOW:HIGH[:log] ...] [--name value ...]",
     description="Runs a recipe many times. All other options are passed to the recipe, --config_file "

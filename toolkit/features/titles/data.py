@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from toolkit.data.batches import IGNORED, Batch, Collator
-from toolkit.data.table import Rows, Table
+from toolkit.data.table import Table, TextBlock
 from toolkit.data.targets import Targets
 from toolkit.data.tokens import (
     Split,
-    TextBlock,
     encode_blocks,
     gather_slices,
     read_lines,
@@ -129,9 +128,7 @@ class Titles(Targets):
         return {"title_column": cls.find(settings, table, text_column).column}
 
     @classmethod
-    def find(
-        cls, settings: Any, table: Table, text_column: str, rows: np.ndarray | None = None
-    ) -> Titles:
+    def find(cls, settings: Any, table: Table, text_column: str) -> Titles:
         columns = table.find_columns(settings.data.title_column, USUAL, "title_column")
         texts = table.columns_of(text_column)
         if len(columns) != 1:
@@ -143,30 +140,28 @@ class Titles(Targets):
         return cls(columns[0], settings.data.max_target_length)
 
     def all_missing(self, table: Table) -> bool:
-        return self.column in table.rows.column_names and not any(
-            map(any, self._titles(table, None))
-        )
+        if self.column not in table.rows.column_names:
+            return True
+        return not any(map(any, self._titles(table)))
 
     def trial(self, split: Any) -> tuple[Any, Any]:
         titles = split.titles()[:_TRIAL_TITLES]
         return titles, titles
 
-    def save(self, folder: Path, rows: Rows, tokenizer: Any) -> list[str]:
+    def save(self, folder: Path, table: Table, encoded: np.ndarray, tokenizer: Any) -> list[str]:
         """Writes `target_ids`, `target_offsets`, unused `labels`, and, for validation and test, the titles."""
-        super().save(folder, rows, tokenizer)
-        titles: Iterator[TextBlock] = (
-            (block, None) for block in self._titles(rows.table, rows.numbers)
-        )
+        super().save(folder, table, encoded, tokenizer)
+        titles: Iterator[TextBlock] = ((block, None) for block in self._titles(table))
         if folder.name != "train":
             titles = save_texts(folder / "titles.jsonl", titles)
         # + 1: the start token, which is not predicted
         tokens = encode_blocks(
-            tokenizer, titles, self.max_length + 1, len(rows), f"titles of {folder.name}"
+            tokenizer, titles, self.max_length + 1, len(table), f"titles of {folder.name}"
         )
         counts = save_tokens(folder, tokens, "target_ids", "target_offsets")
         if not counts.truncated:
             return []
-        share = 100 * counts.truncated / len(rows)
+        share = 100 * counts.truncated / len(table)
         return [
             f"{folder.name}: {share:.1f} % of the titles are cut at {self.max_length} tokens (--max_target_length)"
         ]
@@ -178,6 +173,6 @@ class Titles(Targets):
     def describe(self) -> str:
         return f"titles of at most {self.max_length} tokens, from column {self.column}"
 
-    def _titles(self, table: Table, rows: np.ndarray | None) -> Iterator[list[str]]:
-        for _, (cells,) in table.cells((self.column,), rows):
+    def _titles(self, table: Table) -> Iterator[list[str]]:
+        for _, (cells,) in table.cells((self.column,)):
             yield ["" if cell is None else " ".join(str(cell).split()) for cell in cells]

@@ -22,7 +22,8 @@ from transformers import (
 from toolkit.config import PretrainedSettings
 from toolkit.errors import UserError
 from toolkit.features.titles.settings import KIND, GenerationSettings
-from toolkit.models.classifier import choose_attention, configure, from_pretrained, set_dropout
+from toolkit.models.attention import choose_attention
+from toolkit.models.classifier import configure, from_pretrained, set_dropout
 from toolkit.pretrained import (
     explain_load_errors,
     load_config,

@@ -1,12 +1,13 @@
 """The sparse attention of one layer by operators of every device, a few heads at a time.
 
-The softmax of a query block is computed in parts, each by a kernel that also returns the logarithm of its sum of
-exponentials, by which parts are merged as in FlashAttention-2 (Dao 2023, arXiv:2307.08691). So the first and the last
-block are one product with all queries, the three neighbours of each block are views of the keys, and only random
-blocks are copied. The backward pass recomputes the parts: a layer saves only queries, keys, values and outputs.
+The softmax of a query block is computed in parts, each by a kernel that also returns the logarithm
+of its sum of exponentials, by which parts are merged as in FlashAttention-2 (Dao 2023,
+arXiv:2307.08691). So the first and the last block are one product with all queries, the three
+neighbours of each block are views of the keys, and only random blocks are copied. The backward pass
+recomputes the parts: a layer saves only queries, keys, values and outputs.
 
-B samples, nh heads, S tokens, hs hidden per head, b block, n = S / b blocks; of a part: P pairs of a sample and a head,
-R rows of Q queries each, K keys of each row
+B samples, nh heads, S tokens, hs hidden per head, b block, n = S / b blocks; of a part: P pairs of
+a sample and a head, R rows of Q queries each, K keys of each row
 """
 
 from __future__ import annotations
@@ -17,18 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from toolkit.errors import UserError
-from toolkit.models.attention import (
-    head_groups,
-    like_projection,
-    refuse_second_derivatives,
-    transforms_active,
-)
 from toolkit.models.bigbird.plan import Pattern, tables
+from toolkit.models.head_groups import Group, head_groups, like_projection
 
-# query blocks per group: 4 heads at 4096 tokens, whose keys and values fit a CPU's cache. A GPU takes 16: it waits for
-# the CPU, which starts over 300 kernels per group and training step.
+# query blocks per group: 4 heads at 4096 tokens, whose keys and values fit a CPU's cache. A GPU
+# takes 16: it waits for the CPU, which starts over 300 kernels per group and training step.
 _BLOCKS = 256
 _tables = torch.compiler.disable(tables)  # a graph would contain the random blocks of one pattern
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -40,17 +36,14 @@ def gathered(
 ) -> Tensor:
     """(B, nh, S, hs) each, and a bias (B, S), added to every score of a key -> (B, nh, S, hs).
 
-    A block that occurs twice in the plan counts twice in the softmax. Supports no second derivatives.
+    A block that occurs twice in the plan counts twice in the softmax. Supports no second
+    derivatives.
     """
-    if not torch.compiler.is_compiling() and transforms_active():
-        raise UserError(
-            "torch.func (grad, vmap, ...) of a BigBird needs --attn_implementation eager"
-        )
     blocks = _tables(pattern, query.device)
-    random = blocks["middle"][..., blocks["middle"].shape[-1] - pattern.random :]
-    context: Tensor = _Sparse.apply(
-        query, key, value, bias, pattern.block, blocks["second"], random
-    )
+    middle = blocks["middle"]
+    random = middle[..., middle.shape[-1] - pattern.random :]
+    states = (query, key, value)
+    context: Tensor = _Sparse.apply(*states, bias, pattern.block, blocks["second"], random)
     return context
 
 
@@ -62,11 +55,10 @@ class _Part(NamedTuple):
     add: Callable[[Tensor, Tensor], Any]  # adds gradients (P, R, K, hs) of the keys to their sum
 
     def bias(self, bias: Tensor | None, queries: Tensor) -> Tensor | None:
-        return (
-            None
-            if bias is None
-            else self.keys(bias.unsqueeze(-1)).mT.expand(-1, -1, queries.shape[2], -1)
-        )
+        """(P, n, b) -> (P, R, Q, K)."""
+        if bias is None:
+            return None
+        return self.keys(bias.unsqueeze(-1)).mT.expand(-1, -1, queries.shape[2], -1)
 
 
 def _parts(second: Tensor, random: Tensor) -> Iterator[_Part]:
@@ -91,7 +83,8 @@ def _parts(second: Tensor, random: Tensor) -> Iterator[_Part]:
 
 
 def _neighbours(x: Tensor) -> Tensor:
-    """(P, n, b, hs) -> a view of each middle block with the blocks before and after it, (P, n - 4, 3 b, hs)."""
+    """(P, n, b, hs) -> a view of each middle block with the blocks before and after it,
+    (P, n - 4, 3 b, hs)."""
     block = x.shape[2]
     return x[:, 1:-1].flatten(1, 2).unfold(1, 3 * block, block).transpose(2, 3)
 
@@ -106,12 +99,12 @@ def _blocks_of(table: Tensor) -> tuple[Callable[[Tensor], Tensor], Callable[[Ten
     pairs, rows, _ = table.shape
 
     def places(blocks: int) -> Tensor:
-        return (table + torch.arange(pairs, device=table.device).view(-1, 1, 1) * blocks).flatten()
+        first_of_pair = torch.arange(pairs, device=table.device).view(-1, 1, 1) * blocks
+        return (table + first_of_pair).flatten()
 
     def keys(x: Tensor) -> Tensor:
-        return (
-            x.flatten(0, 1).index_select(0, places(x.shape[1])).view(pairs, rows, -1, x.shape[-1])
-        )
+        blocks = x.flatten(0, 1).index_select(0, places(x.shape[1]))
+        return blocks.view(pairs, rows, -1, x.shape[-1])
 
     def add(total: Tensor, grad: Tensor) -> None:
         blocks = grad.reshape(-1, *total.shape[2:]).to(total.dtype)
@@ -133,50 +126,49 @@ class _Sparse(torch.autograd.Function):
         random: Tensor,
     ) -> Tensor:
         samples, heads, length, _ = query.shape
-        context, ctx.block = like_projection(query), block
+        context = like_projection(query)
         # of logarithms, merged outputs and sums of gradients: bfloat16 is too coarse for 64 terms
         sum_dtype = torch.promote_types(query.dtype, torch.float32)
         logs = query.new_empty(samples, heads, length, dtype=sum_dtype)
         for group in head_groups(samples, heads, _at_once(query, block)):
             q, k, v = (_blocked(x[group], block) for x in (query, key, value))
-            out, sums = (
-                torch.zeros_like(q, dtype=logs.dtype),
-                logs.new_full(q.shape[:3], -torch.inf),
-            )
+            outputs = torch.zeros_like(q, dtype=sum_dtype)
+            sums = logs.new_full(q.shape[:3], -torch.inf)
             group_bias = _bias_of(bias, group, block)
-            for part in _parts(*_of_group(group, second, random)):
+            for part in _parts(_of_group(second, group), _of_group(random, group)):
                 queries = part.rows(q)
-                some, more = _attend(
-                    queries, part.keys(k), part.keys(v), part.bias(group_bias, queries)
-                )
-                _merge(part.rows(out), part.rows(sums), some, more)
-            context[group].copy_(out.view(context[group].shape))
+                part_bias = part.bias(group_bias, queries)
+                more, more_sums = _attend(queries, part.keys(k), part.keys(v), part_bias)
+                _merge(part.rows(outputs), part.rows(sums), more, more_sums)
+            context[group].copy_(outputs.view(context[group].shape))
             logs[group].copy_(sums.view(logs[group].shape))
         ctx.save_for_backward(query, key, value, bias, second, random, context, logs)
+        ctx.block = block
         return context
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
         query, key, value, bias, second, random, context, logs = ctx.saved_tensors
+        block = ctx.block
         grads = [like_projection(query) for _ in range(3)]
         samples, heads = query.shape[:2]
-        for group in head_groups(samples, heads, _at_once(query, ctx.block)):
-            g, q, k, v, out = (
-                _blocked(x[group], ctx.block) for x in (grad, query, key, value, context)
-            )
-            sums = logs[group].flatten(0, 1).unflatten(1, (-1, ctx.block))
+        for group in head_groups(samples, heads, _at_once(query, block)):
+            q, k, v = (_blocked(x[group], block) for x in (query, key, value))
+            g = _blocked(grad[group], block)
+            outputs = _blocked(context[group], block)
+            sums = logs[group].flatten(0, 1).unflatten(1, (-1, block))
+            group_bias = _bias_of(bias, group, block)
             totals = [torch.zeros_like(q, dtype=logs.dtype) for _ in range(3)]
-            group_bias = _bias_of(bias, group, ctx.block)
-            for part in _parts(*_of_group(group, second, random)):
-                g_rows, q_rows, out_rows, sums_rows = (part.rows(x) for x in (g, q, out, sums))
-                saved = (out_rows, sums_rows, part.bias(group_bias, q_rows))
-                q_grad, *others = _attend_backward(
-                    g_rows, q_rows, part.keys(k), part.keys(v), *saved
-                )
+            for part in _parts(_of_group(second, group), _of_group(random, group)):
+                queries = part.rows(q)
+                q_grad, k_grad, v_grad = _attend_backward(
+                    part.rows(g), queries, part.keys(k), part.keys(v), part.rows(outputs),
+                    part.rows(sums), part.bias(group_bias, queries),
+                )  # fmt: skip
                 part.rows(totals[0]).add_(q_grad)
-                for total, each in zip(totals[1:], others, strict=True):
-                    part.add(total, each)
+                part.add(totals[1], k_grad)
+                part.add(totals[2], v_grad)
             for whole, total in zip(grads, totals, strict=True):
                 whole[group].copy_(total.view(whole[group].shape))
         return *grads, None, None, None, None
@@ -184,7 +176,8 @@ class _Sparse(torch.autograd.Function):
 
 def _at_once(query: Tensor, block: int) -> int:
     """Heads of a group, for queries (B, nh, S, hs)."""
-    return (_BLOCKS if query.device.type == "cpu" else 4 * _BLOCKS) // (query.shape[2] // block)
+    blocks = _BLOCKS if query.device.type == "cpu" else 4 * _BLOCKS
+    return blocks // (query.shape[2] // block)
 
 
 def _blocked(x: Tensor, block: int) -> Tensor:
@@ -192,7 +185,7 @@ def _blocked(x: Tensor, block: int) -> Tensor:
     return x.flatten(0, 1).contiguous().unflatten(1, (-1, block))
 
 
-def _bias_of(bias: Tensor | None, group: tuple[slice, slice], block: int) -> Tensor | None:
+def _bias_of(bias: Tensor | None, group: Group, block: int) -> Tensor | None:
     """(B, S) -> (P, n, b)."""
     if bias is None:
         return None
@@ -200,26 +193,27 @@ def _bias_of(bias: Tensor | None, group: tuple[slice, slice], block: int) -> Ten
     return bias[samples].repeat_interleave(heads.stop - heads.start, 0).unflatten(1, (-1, block))
 
 
-def _of_group(group: tuple[slice, slice], *of_heads: Tensor) -> Iterator[Tensor]:
-    """Tables (nh, R, W) -> (P, R, W)."""
+def _of_group(table: Tensor, group: Group) -> Tensor:
+    """(nh, R, W) -> (P, R, W)."""
     samples, heads = group
-    return (table[heads].repeat(samples.stop - samples.start, 1, 1) for table in of_heads)
+    return table[heads].repeat(samples.stop - samples.start, 1, 1)
 
 
-def _merge(out: Tensor, logs: Tensor, more: Tensor, more_logs: Tensor) -> None:
-    """Merges another part of the same queries, (P, R, Q, hs) and (P, R, Q), into `out` and `logs`."""
+def _merge(outputs: Tensor, logs: Tensor, more: Tensor, more_logs: Tensor) -> None:
+    """Merges another part of the same queries, (P, R, Q, hs) and (P, R, Q), into `outputs` and
+    `logs`."""
     merged = torch.logaddexp(logs, more_logs)
-    out.mul_((logs - merged).exp_().unsqueeze(-1)).add_(
-        more.to(out.dtype) * (more_logs - merged).exp_().unsqueeze(-1)
-    )
+    share = (logs - merged).exp_().unsqueeze(-1)
+    more_share = (more_logs - merged).exp_().unsqueeze(-1)
+    outputs.mul_(share).add_(more.to(outputs.dtype) * more_share)
     logs.copy_(merged)
 
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(P, R, Q, hs), twice (P, R, K, hs), (P, R, Q, K) -> outputs (P, R, Q, hs), and logarithms of sums of exponentials
-    (P, R, Q)."""
+    """(P, R, Q, hs), twice (P, R, K, hs), (P, R, Q, K) -> outputs (P, R, Q, hs), and logarithms of
+    sums of exponentials (P, R, Q)."""
     if query.device.type != "cpu":
         return _plain(query, key, value, bias)
     outputs, logs = _flash(query, key, value, attn_mask=bias)
@@ -236,13 +230,11 @@ def _attend_backward(
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value. `outputs` and `logs` are over all parts."""
-    if (
-        query.device.type != "cpu" or query.dtype.itemsize == 2
-    ):  # torch's kernel takes 1.5 times as long in bf16
+    # torch's kernel takes 1.5 times as long in bf16
+    if query.device.type != "cpu" or query.dtype.itemsize == 2:
         return _plain_backward(grad, query, key, value, outputs, logs, bias)
-    q_grad, k_grad, v_grad = _flash_backward(
-        grad, query, key, value, outputs, logs, 0.0, False, attn_mask=bias
-    )
+    states = (query, key, value, outputs, logs)
+    q_grad, k_grad, v_grad = _flash_backward(grad, *states, 0.0, False, attn_mask=bias)
     return q_grad, k_grad, v_grad
 
 
@@ -284,5 +276,6 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 def _without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     device = tensor.device.type
-    available = torch.amp.is_autocast_available(device)
-    return torch.autocast(device, enabled=False) if available else contextlib.nullcontext()
+    if not torch.amp.is_autocast_available(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)

@@ -1,6 +1,5 @@
 """`--teacher`: its outputs are computed once, by all processes together; unsuitable teachers are errors."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +20,9 @@ from toolkit.config import ModelSettings, TaskSettings, build
 from toolkit.data.labels import Labels
 from toolkit.data.prepare import prepare_data
 from toolkit.data.tokens import load_tokenizer
-from toolkit.evaluation.teacher import add_teacher_logits
+from toolkit.features.distillation.losses import distillation_losses
+from toolkit.features.distillation.teacher import add_teacher_logits
 from toolkit.models.classifier import load_classifier
-from toolkit.objective.second_targets import distillation_losses
 from toolkit.pretrained import load_config
 
 LABELS = Labels("single_label_classification", ("neg", "pos"), ("label",))
@@ -76,7 +75,7 @@ def add_logits(
     tokenizer = load_tokenizer(settings.model)
     data = prepare_data(settings, tokenizer, load_config(settings.model))
     return lambda accelerator: (
-        add_teacher_logits(accelerator, settings, data, tokenizer),
+        add_teacher_logits(accelerator, settings, options["teacher"], data, tokenizer),
         tokenizer,
     )
 
@@ -130,7 +129,6 @@ def test_the_teacher_is_computed_once_and_a_resumed_run_continues(teacher: Path)
     assert sum(log.count("training rows, once") for log in logs) == 1
     assert losses_of(first) != pytest.approx(losses_of(alone), rel=1e-3)
     assert losses_of(first) != pytest.approx(losses_of(again), rel=1e-3)
-    assert json.loads((again / "config.json").read_text())["identity"]["teacher"]
     saved_model = AutoModelForSequenceClassification.from_pretrained(first / "model")
     assert saved_model.config.num_hidden_layers == len(saved_model.bert.encoder.layer) == 1
     assert losses_of(half) == pytest.approx(losses_of(first)[:4], rel=1e-6)

@@ -1,4 +1,4 @@
-"""toolkit/training/dropout.py: the frequency of 1, reproducible by torch's generator, used by every dropout."""
+"""toolkit/features/cpu_dropout: the frequency of 1, reproducible by torch's generator, used by every dropout."""
 
 import math
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from toolkit.training.dropout import _CHUNK, bernoulli
+from toolkit.features.cpu_dropout.kernel import _CHUNK, bernoulli
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
@@ -52,14 +52,14 @@ def test_every_dropout_uses_it() -> None:
 import warnings
 warnings.simplefilter("error")
 import torch
-from toolkit.training import dropout
+from toolkit.features.cpu_dropout import kernel as dropout
 calls, bernoulli = [], dropout.bernoulli
 def counted(into, p=0.5, *, generator=None):
     calls.append(tuple(into.shape))
     return bernoulli(into, p, generator=generator)
 dropout.bernoulli = counted
-dropout.install_fast_dropout()
-dropout.install_fast_dropout()
+dropout.install()
+dropout.install()
 x = torch.ones(2, 3, 40, 16, requires_grad=True)
 kept = torch.nn.Dropout(0.25)(x)
 kept.sum().backward()

@@ -1,4 +1,5 @@
-"""Runs a classifier of `toolkit export` by OpenVINO or ONNX Runtime, with the interface of a torch model."""
+"""Runs a classifier of `toolkit export` by OpenVINO or ONNX Runtime, with the interface of a torch
+model."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ Compute = Callable[[dict[str, np.ndarray]], np.ndarray]
 
 
 def export_format(folder: Path) -> str | None:
-    """`openvino` or `onnx`, for a folder with such a graph and without torch weights; None otherwise."""
+    """`openvino` or `onnx`, for a folder with such a graph and without torch weights; None
+    otherwise."""
     if any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
         return None
     return next((kind for kind, name in FILES.items() if (folder / name).is_file()), None)
@@ -48,11 +50,11 @@ class ExportedClassifier(torch.nn.Module):
         super().__init__()
         kind = str(export_format(folder))
         require_extra(kind, kind, _PACKAGES[kind])
-        self.config, self.path = config, folder / FILES[kind]
+        self.config = config
+        self.path = folder / FILES[kind]
+        open_graph = {"openvino": _openvino, "onnx": _onnxruntime}[kind]
         try:
-            self.inputs, self._compute = (_openvino if kind == "openvino" else _onnxruntime)(
-                self.path
-            )
+            self.inputs, self._compute = open_graph(self.path)
         except Exception as error:  # the runtimes raise various types
             raise UserError(
                 f"{self.path} cannot be read: {first_line(error)}; export the model again"
@@ -60,11 +62,8 @@ class ExportedClassifier(torch.nn.Module):
 
     def forward(self, **inputs: torch.Tensor) -> SimpleNamespace:
         ids = inputs["input_ids"]
-        inputs = {
-            "attention_mask": torch.ones_like(ids),
-            "token_type_ids": torch.zeros_like(ids),
-            **inputs,
-        }
+        inputs.setdefault("attention_mask", torch.ones_like(ids))
+        inputs.setdefault("token_type_ids", torch.zeros_like(ids))
         try:
             logits = self._compute({name: inputs[name].cpu().numpy() for name in self.inputs})
         except Exception as error:  # the runtimes raise various types
@@ -80,9 +79,8 @@ def _openvino(path: Path) -> tuple[list[str], Compute]:
         import openvino
 
     threads = torch.get_num_threads()
-    streams = min(
-        2, threads
-    )  # two halves of a batch in parallel are faster than the batch on all cores
+    # two halves of a batch in parallel are faster than the batch on all cores
+    streams = min(2, threads)
     # float32 on all hardware (but for int8 weights), as when the export was checked
     hints = {
         "INFERENCE_PRECISION_HINT": "f32",
@@ -110,6 +108,9 @@ def _onnxruntime(path: Path) -> tuple[list[str], Compute]:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    return [port.name for port in session.get_inputs()], lambda arrays: session.run(
-        ["logits"], arrays
-    )[0]
+
+    def compute(arrays: dict[str, np.ndarray]) -> np.ndarray:
+        logits: np.ndarray = session.run(["logits"], arrays)[0]
+        return logits
+
+    return [port.name for port in session.get_inputs()], compute

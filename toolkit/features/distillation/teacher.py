@@ -1,4 +1,4 @@
-"""Distillation: a teacher's logits for every training row, computed once and cached."""
+"""A teacher's logits for every training row, computed once and cached."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ from toolkit.data.tokens import (
     load_tokenizer,
 )
 from toolkit.errors import UserError, first_line, listing
-from toolkit.evaluation.answers import labels_of
+from toolkit.evaluation.answers import ClassAnswers, labels_of
 from toolkit.evaluation.outputs import predict
 from toolkit.launch.precision import autocast
-from toolkit.models.classifier import load_saved_classifier
 from toolkit.pretrained import load_config, model_digest
 from toolkit.utils.cache import cache_folder, cached_folder, digest_of_text
 
@@ -36,47 +35,40 @@ _FILE = "logits.npy"
 
 
 def add_teacher_logits(
-    accelerator: Accelerator, settings: TaskSettings, data: Prepared, tokenizer: Any
+    accelerator: Accelerator, settings: TaskSettings, name: str, data: Prepared, tokenizer: Any
 ) -> Prepared:
-    """Adds the logits of `--teacher` for every training row to the data as the column `teacher`; a collective.
+    """Adds the logits of `--teacher` for every training row to the data as the column `teacher`; a
+    collective. The digest of the data then depends on the teacher.
 
-    Each row is computed exactly once, in any number of processes, unless the logits are cached. Raises UserError for a
-    teacher with other labels or another tokenizer.
+    Each row is computed exactly once, in any number of processes, unless the logits are cached.
+    Raises UserError for a teacher with other labels or another tokenizer.
     """
-    name = str(settings.distillation.teacher)
     try:
         folder = _logits_folder(accelerator, settings, data, tokenizer, name)
     except UserError as error:
         raise UserError(str(error).replace("--model_name_or_path", "--teacher", 1)) from error
     columns = data.train.columns | {"teacher": np.load(folder / _FILE, mmap_mode="r")}
-    return replace(data, train=replace(data.train, columns=columns))
+    digest = digest_of_text(f"{data.digest} {folder.name}")
+    return replace(data, train=replace(data.train, columns=columns), digest=digest)
 
 
 def _logits_folder(
     accelerator: Accelerator, settings: TaskSettings, data: Prepared, tokenizer: Any, name: str
 ) -> Path:
     model = ModelSettings(model_name_or_path=name, tokenizer=settings.model.tokenizer)
-    teacher_tokenizer, config = load_tokenizer(model), load_config(model)
-    order = _order_of_classes(labels_of(config), data.labels, name)
+    config = load_config(model)
+    labels = labels_of(config)
+    order = _order_of_classes(labels, data.labels, name)
+    teacher_tokenizer = load_tokenizer(model)
     _require_same_tokens(config, teacher_tokenizer, data, tokenizer, name)
     rows = hashlib.sha256(data.train.rows.tobytes()).hexdigest()
-    # "autocast": logits cached without it may be those of other rows, or of another precision
-    sources = [
-        "autocast",
-        model_digest(name),
-        data.digest,
-        rows,
-        accelerator.mixed_precision,
-        order,
-    ]
-    digest = digest_of_text(repr(sources))
+    precision = accelerator.mixed_precision
+    digest = digest_of_text(f"{model_digest(name)} {data.digest} {rows} {precision} {order}")
     logits = np.zeros((0, 0), np.float32)
     if not all(gather_object([(cache_folder() / "teachers" / digest).is_dir()])):
-        launch.log_on_main(
-            accelerator,
-            f"computing the outputs of {name} for {len(data.train)} training rows, once",
-        )
-        teacher = load_saved_classifier(model).to(accelerator.device)
+        rows_of = f"{len(data.train)} training rows, once"
+        launch.log_on_main(accelerator, f"computing the outputs of {name} for {rows_of}")
+        teacher = ClassAnswers(labels).load(model).to(accelerator.device)
         logits = _logits(accelerator, teacher, data.train, teacher_tokenizer, settings, order)
     with cached_folder("teachers", digest, accelerator, f"{name} as teacher") as (folder, draft):
         if draft:
@@ -94,8 +86,7 @@ def _logits(
 ) -> np.ndarray:
     """(N, C) float32, in the order of the split, on every rank."""
     training = settings.training.limit_tokens(accelerator.device.type, int(train.lengths.max()))
-    per_device = training.per_device_batch_size
-    size = training.per_device_eval_batch_size or (32 if per_device == "auto" else 2 * per_device)
+    size = training.per_device_eval_batch_size or 32
     split = replace(train, buckets=LengthBuckets.of_model(teacher.config))
     with autocast(accelerator):
         outputs = predict(
@@ -103,22 +94,21 @@ def _logits(
         )
     logits = torch.zeros(len(train), len(order), device=accelerator.device)
     if outputs is not None:
-        positions = np.argsort(
-            np.argsort(train.rows, kind="stable"), kind="stable"
-        )  # `outputs` are sorted by row
-        # a list as index gives columns in memory, which gloo's broadcast would send as if they were rows
-        logits = torch.from_numpy(np.ascontiguousarray(outputs[positions][:, order])).to(
-            accelerator.device
-        )
+        # `outputs` are sorted by row
+        positions = np.argsort(np.argsort(train.rows, kind="stable"), kind="stable")
+        # a list as index gives columns in memory, which gloo's broadcast would send as rows
+        ordered = np.ascontiguousarray(outputs[positions][:, order])
+        logits = torch.from_numpy(ordered).to(accelerator.device)
     return broadcast(logits).cpu().numpy()
 
 
 def _order_of_classes(teacher: Labels, labels: Labels, name: str) -> list[int]:
-    """Returns the index of the teacher's output for each class of the data."""
+    """The index of the teacher's output for each class of the data."""
     if teacher.problem_type != labels.problem_type or set(teacher.names) != set(labels.names):
         raise UserError(
-            f"--teacher {name} has {listing(teacher.names)} ({teacher.problem_type}), and the data have "
-            f"{listing(labels.names)} ({labels.problem_type}): fine-tune it on these, or correct its config's id2label"
+            f"--teacher {name} has {listing(teacher.names)} ({teacher.problem_type}), and the data "
+            f"have {listing(labels.names)} ({labels.problem_type}): fine-tune it on these, or "
+            "correct its config's id2label"
         )
     return [teacher.names.index(each) for each in labels.names]
 
@@ -126,12 +116,14 @@ def _order_of_classes(teacher: Labels, labels: Labels, name: str) -> list[int]:
 def _require_same_tokens(
     config: Any, teacher_tokenizer: Any, data: Prepared, tokenizer: Any, name: str
 ) -> None:
-    types = "token_type_ids" in teacher_tokenizer.model_input_names and has_token_types(config)
-    same_types = not data.text_pair or types == (data.train.token_types is not None)
+    reads_types = "token_type_ids" in teacher_tokenizer.model_input_names
+    has_types = reads_types and has_token_types(config)
+    same_types = not data.text_pair or has_types == (data.train.token_types is not None)
     if fingerprint(teacher_tokenizer) != fingerprint(tokenizer) or not same_types:
         raise UserError(
-            f"--teacher {name} tokenizes texts differently (tokens or token types) than the student: choose a student "
-            "with the teacher's tokenizer (the teacher's base model with --num_hidden_layers 3, say)"
+            f"--teacher {name} tokenizes texts differently (tokens or token types) than the "
+            "student: choose a student with the teacher's tokenizer (the teacher's base model with "
+            "--num_hidden_layers 3, say)"
         )
     try:
         choose_max_length(data.max_length, teacher_tokenizer, config, data.text_pair is not None)

@@ -1,0 +1,1 @@
+"""Faster attention of training on a CPU, with dropout or in bf16."""

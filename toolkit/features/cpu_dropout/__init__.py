@@ -1,0 +1,1 @@
+"""Faster dropout on a CPU."""

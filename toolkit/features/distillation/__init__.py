@@ -1,0 +1,1 @@
+"""`--teacher`: a fine-tuned model's outputs as second targets of a smaller one."""

@@ -1,0 +1,1 @@
+"""Wrong labels, found by cross-validation."""
