@@ -10,7 +10,8 @@ import pandas as pd
 import pytest
 
 from tests.faults import refusal
-from tests.report.made import make_run, single
+from tests.report.made import make_run
+from tests.report.test_html import single
 from tests.runs import ROOT, lines_of, start
 from toolkit.cli import build_parser
 from toolkit.config import TextSettings
@@ -87,6 +88,7 @@ def folds(tmp_path: Path) -> Callable[..., list[str]]:
             classes = [(row % 5 == 0) ^ (row == 7) for row in rows]
             chances = np.array([[0.1, 0.9] if row % 5 == 0 else [0.9, 0.1] for row in rows])
             lines, numbers = single(NAMES, chances, [int(each) for each in classes])
+            lines = [{**line, "id": place} for place, line in enumerate(lines)]
             make_run(tmp_path / f"fold-{fold}", Labels(SINGLE, NAMES, ("label",)), lines, numbers)
         texts = texts_of(table, "text", None)
         return write_page(tmp_path, table, texts, ["label"], held_out)

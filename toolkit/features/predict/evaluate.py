@@ -78,8 +78,6 @@ def evaluate_file(options: Any) -> None:
     logits = saved.compute_outputs(split)
     if logits is None:
         return
-    if table.note:  # options that do not apply to this kind of file, too
-        logger.info(table.note)
     texts = list(zip(*columns, strict=True))
     empty = [row for row, parts in enumerate(texts) if not all(map(str.strip, parts))]
     if empty:
