@@ -159,14 +159,17 @@ def _refuse_other_job(folder: Path, facts: Mapping[str, Any]) -> None:
     """Raises UserError if the checkpoint's `identity` is not this run's."""
     state = folders.read_state(folder)
     saved, current = state["identity"], facts["identity"]
-    if saved == current:
-        return
-    digests = {"data": "the content of the files, or the tokenizer", "model": "the model's weights"}
+    digests = {
+        "data": "the content of the files, or the tokenizer,",
+        "model": "the content of the model's files",
+    }
     reasons = differences(saved, current, [name for name in current if name not in digests])
     changed = [what for name, what in digests.items() if saved[name] != current[name]]
-    if changed:
+    if changed and not reasons:
         settings = differences(state["settings"], facts["settings"], _OF_DATA_AND_MODEL)
-        reasons += settings or [f"{what} has changed" for what in changed]
+        reasons = settings or [f"{what} has changed" for what in changed]
+    if not reasons:
+        return
     remedy = "Pass the settings it was saved with or another --output_dir, or "
     remedy += "--overwrite_output_dir to move that run aside and start again"
     raise UserError(f"{folder} belongs to another job: {'; '.join(reasons)}. {remedy}")
