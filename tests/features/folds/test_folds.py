@@ -190,7 +190,12 @@ def test_a_model_that_has_seen_the_labels_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run" / "model").mkdir(parents=True)
     (tmp_path / "rows.csv").write_text("text,label\n")
     settings = {"train_file": "rows.csv"}
-    config = {"settings": settings, "data": {"labels": ["a"]}, "launch": {"folder": str(tmp_path)}}
+    config = {
+        "settings": settings,
+        "data": {"labels": ["a"]},
+        "identity": {},
+        "launch": {"folder": str(tmp_path)},
+    }
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
     words = ["folds", ROOT / "recipes/cls.py", "--train_file", tmp_path / "rows.csv",
              "--model_name_or_path", tmp_path / "run" / "model"]  # fmt: skip
