@@ -13,6 +13,7 @@ that one of them starts (Popen) is a fork, too.
 
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import gc
 import importlib
@@ -125,6 +126,8 @@ def become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     os.environ.clear()
     os.environ.update(env)
     tempfile.tempdir = None
+    if env.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable(file=2)
     if threads := env.get("OMP_NUM_THREADS"):  # torch reads it on import
         sys.modules["torch"].set_num_threads(int(threads))
     if "TESTS_WITHOUT_PAGES" in env:  # the slowest parts of a short run

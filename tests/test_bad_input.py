@@ -22,10 +22,10 @@ class Case:
 CASES = {
     "missing file": Case(("train.csv does not exist",), content=None),
     "empty file": Case(("train.csv is empty",), content=""),
-    "header only": Case(("has a header and no rows",), content="text,label\n"),
+    "header only": Case(("train.csv has no rows",), content="text,label\n"),
     "missing column": Case(("no column 'txt'", "did you mean text?"), arguments=["--text_column", "txt"]),
     "no label column": Case(("which column is the label", "--label_column"), content="text,mark\na,1\nb,2\n"),
-    "one class only": Case(("one class only (pos)",), content="text,label\n" + "good,pos\n" * 5),
+    "one class only": Case(("holds pos only",), content="text,label\n" + "good,pos\n" * 5),
     "unseen label": Case(
         ("validation.csv, row 2", "label 'posi' does not occur in training", "did you mean pos?"),
         validation="text,label\nfine,pos\nfiner,posi\n",

@@ -1,8 +1,11 @@
 """toolkit/training/checks.py: what an edited loop calls wrongly is an error in its first steps."""
 
 import json
+import shutil
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 from accelerate import Accelerator
 
 from tests.faults import refusal
+from tests.runs import ROOT
 from tests.training.test_optimizer import accelerator_with, tiny
 from tests.training.test_schedule import TOKENIZER, Toy, split_of
 from toolkit.config import TrainingSettings
@@ -54,12 +58,32 @@ def test_an_optimizer_of_whole_parameters_needs_a_verification(
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     path = verified.record_path(str(verified.script_digest()))
     path.parent.mkdir()
-    path.write_text(json.dumps({"strategies": [kind]}))
+    path.write_text(json.dumps({"strategies": {kind: True}}))
     check_before_prepare(accelerator, model, own)
-    path.write_text('{"strategies": ["zero1"]}')
+    path.write_text(json.dumps({"strategies": {kind: False, "zero1": True}}))
     refusal(check_before_prepare, accelerator, model, own, says=[kind])
     monkeypatch.setenv(OTHER_RANDOMNESS, "0")  # it is being verified
     check_before_prepare(accelerator, model, own)
+
+
+def test_a_run_of_an_edited_recipe_that_was_not_verified(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    recipe = tmp_path / "my_recipe.py"
+    recipe.write_text("edited")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(recipe))
+    accelerator = accelerator_with({}, stage=3)
+    note = verified.verification_note(accelerator)
+    assert note == f"my_recipe.py is not verified under zero3: toolkit verify {recipe}"
+    verified.write_record(str(verified.script_digest()), {"zero2": True, "zero3": False})
+    assert verified.verification_note(accelerator) == note
+    verified.write_record(str(verified.script_digest()), {"zero3": True})
+    assert verified.verification_note(accelerator) is None
+    recipe.write_text("edited again")
+    assert verified.verification_note(accelerator) is not None
+    shutil.copy(ROOT / "recipes" / "cls.py", recipe)
+    assert verified.verification_note(accelerator) is None
 
 
 def test_tokens_that_no_text_has() -> None:

@@ -6,7 +6,7 @@ import bisect
 import glob
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,9 +33,12 @@ _FILE_SETTINGS = ("encoding", "delimiter", "quoting", "sample_by", "column_names
 _UNUSED = {
     ".parquet": _FILE_SETTINGS,
     ".json": ("delimiter", "quoting", "sample_by", "column_names"),
+    ".jsonl": ("delimiter", "quoting", "sample_by", "column_names"),
     ".txt": ("quoting", "column_names"),
     ".csv": ("sample_by",),
+    ".tsv": ("sample_by",),
 }
+"""The settings that have no effect on files of a format."""
 _SPLIT_NAMES = {
     "train": ("train",),
     "validation": ("validation", "valid", "dev"),
@@ -70,22 +73,19 @@ def _splits_of_dataset(name: str, settings: TextSettings) -> dict[str, Table]:
             tables[split] = present[0]
     if "train" not in tables:
         raise UserError(f"--dataset_name {name} has no train split: it has {listing(splits)}")
-    ignored = list(_FILE_SETTINGS)
+    unused = list(_FILE_SETTINGS)
     if "validation" in tables:
-        ignored.append("validation_split")
-    for setting, value in _changed(settings, ignored).items():
-        raise UserError(
-            f"--{setting} {value} has no effect with --dataset_name {name}, which is no text file "
-            "or has a validation split: leave it out"
-        )
+        unused.append("validation_split")
+    _refuse_unused(f"--dataset_name {name}", unused, settings)
     return tables
 
 
-def _changed(settings: TextSettings, names: Any) -> dict[str, Any]:
-    """Those of these settings that do not have their default value."""
+def _refuse_unused(name: str, unused: Iterable[str], settings: TextSettings) -> None:
     usual = TextSettings()
-    values = {name: getattr(settings, name) for name in names}
-    return {name: value for name, value in values.items() if value != getattr(usual, name)}
+    for setting in unused:
+        value = getattr(settings, setting)
+        if value != getattr(usual, setting):
+            raise UserError(f"--{setting} {value} has no effect on {name}: leave it out")
 
 
 # --- files
@@ -100,12 +100,16 @@ def read_file(name: str, settings: TextSettings) -> Table:
         paths = [Path(file) for file in matches if Path(file).is_file()]
         if not paths:
             raise UserError(f"{name}: no file has such a name (looked in {Path.cwd()})")
-    kinds = [format_of(path) for path in paths]
-    digests = [f"{_digest_of(path)}{kind}" for path, kind in zip(paths, kinds, strict=True)]
-    settings_text = json.dumps(_changed(settings, _FILE_SETTINGS))
-    digest = digest_of_text(" ".join([*digests, settings_text]))
-    notes = [_note(path, kind, settings) for path, kind in zip(paths, kinds, strict=True)]
-    return Table(partial(_load, paths, settings, name, digest), name, digest, notes[0])
+    contents = []
+    for path in paths:
+        kind = format_of(path)
+        contents.append(f"{_digest_of(path)}{kind}")
+        if kind == ".txt" and settings.delimiter:
+            kind = ".csv"
+        _refuse_unused(str(path), _UNUSED[kind], settings)
+    values = [str(getattr(settings, setting)) for setting in _FILE_SETTINGS]
+    digest = digest_of_text(" ".join([*contents, *values]))
+    return Table(partial(_load, paths, settings, name, digest), name, digest)
 
 
 def format_of(path: Path) -> str:
@@ -137,24 +141,6 @@ def _digest_of(path: Path) -> str:
         return digest_of_file(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _note(path: Path, kind: str, settings: TextSettings) -> str:
-    """How the settings let a file be read, and which of them do not apply to it; or empty."""
-    parts = []
-    if kind == ".txt" and settings.delimiter:
-        kind = ".csv"
-    if kind == ".txt":
-        parts.append(f"a text per {settings.sample_by}")
-    ignored = _UNUSED[{".tsv": ".csv", ".jsonl": ".json"}.get(kind, kind)]
-    for name, value in _changed(settings, _FILE_SETTINGS).items():
-        if name in ignored:
-            parts.append(f"without --{name} {value}, which is not for {kind}")
-        else:
-            parts.append(f"read with --{name} {value}")
-    if not parts:
-        return ""
-    return f"{path}: {'; '.join(parts)}"
 
 
 def _load(
@@ -420,6 +406,7 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
     content = ""
     cache = None
     if folder.is_dir():
+        _refuse_addresses(folder)
         content = digest_of_files(folder, folder.rglob("*"))
         cache = str(cache_folder() / "datasets" / content)
     else:
@@ -440,3 +427,16 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
         digest = f"{content}-{config}-{split}" if content else rows._fingerprint
         tables[split] = Table(rows, f"{name} ({split})", f"{digest}-{len(rows)}")
     return tables
+
+
+def _refuse_addresses(folder: Path) -> None:
+    """Raises UserError if the README of a folder names an address, which `datasets` would fetch."""
+    from huggingface_hub import metadata_load
+
+    readme = folder / "README.md"
+    if not readme.is_file():
+        return
+    text = str((metadata_load(readme) or {}).get("configs"))
+    address = re.search(r"[\w+]+://[^'\"\s]*", text)
+    if address:
+        raise UserError(f"{folder} names {address[0][:200]}, outside it: put the file itself there")

@@ -36,8 +36,6 @@ class Table:
     """The file, the pattern, or `data set (split)`, as messages name it."""
     digest: str
     """Changes when the content does."""
-    note: str = ""
-    """How the file is read, if a setting decides that."""
     numbers: np.ndarray | None = None
     """(rows,) int64, ascending: the rows that count, from 0; None: all."""
     text_columns: tuple[str, ...] = ()

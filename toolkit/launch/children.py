@@ -1,19 +1,27 @@
-"""Recipes that a command runs as child processes: started, logged, stopped with their parent."""
+"""Recipes that a command runs as child processes: started, logged, stopped with their parent, and
+ended when they hang."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import re
+import resource
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
+
+import psutil
 
 from toolkit.errors import last_error
 from toolkit.launch.exit_state import stop_with_parent
 
 _POLL_SECONDS = 1.0
+_DUMP_SECONDS = 10.0  # for Python to write the stacks of a process that hangs
 
 
 def run_child(
@@ -21,21 +29,27 @@ def run_child(
     log: Path,
     env: Mapping[str, str] | None = None,
     while_running: Callable[[], object] = lambda: None,
+    seconds: float = math.inf,
 ) -> str:
     """Runs `python WORDS`; its output is appended to `log`. Returns its error, empty if it ended
-    well. `while_running` is called about every second; if it raises, the child is stopped."""
+    well; that of a child that has not ended after `seconds` says where it hangs. `while_running` is
+    called about every second; if it raises, the child is stopped."""
     command = [sys.executable, *words]
+    deadline = time.monotonic() + seconds
     with log.open("ab") as output:
         start = output.tell()
         child = Popen(
             command, stdin=DEVNULL, stdout=output, stderr=STDOUT, start_new_session=True,
-            preexec_fn=stop_with_parent, env={**os.environ, **(env or {})},
+            preexec_fn=_begin, env={**os.environ, "PYTHONFAULTHANDLER": "1", **(env or {})},
         )  # fmt: skip
         try:
             while child.poll() is None:
                 while_running()
                 with contextlib.suppress(TimeoutExpired):
                     child.wait(_POLL_SECONDS)
+                if time.monotonic() > deadline:
+                    _abort(child.pid)
+                    return f"hangs{_place(log, start, Path(words[0]).name)} ({log})"
         finally:
             child.terminate()
             child.wait()
@@ -45,3 +59,33 @@ def run_child(
     if child.returncode < 0:
         killed = f"killed by {signal.Signals(-child.returncode).name}; "
     return f"{killed}{last_error(log, start)} ({log})"
+
+
+def _begin() -> None:
+    """In the child: no core files of those that `_abort` ends."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    stop_with_parent()
+
+
+def _abort(pid: int) -> None:
+    """Ends a child and its ranks; Python's fault handler writes their stacks to the log."""
+    child = psutil.Process(pid)
+    processes = [*child.children(recursive=True), child]
+    for number in (signal.SIGABRT, signal.SIGKILL):
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        psutil.wait_procs(processes, _DUMP_SECONDS)
+
+
+def _place(log: Path, start: int, script: str) -> str:
+    """Where the first stack in the log stands that leads through the script: its innermost call,
+    and the script's line."""
+    text = log.read_bytes()[start:].decode(errors="replace")
+    for stack in re.split(r"Current thread 0x", text)[1:]:
+        calls = re.findall(r'File "(.+)", line (\d+) in (\S+)', stack.partition("\n\n")[0])
+        lines = [f"{Path(file).name}, line {line}, {name}" for file, line, name in calls]
+        for line in lines:
+            if line.startswith(f"{script}, "):
+                return f" in {line}: {lines[0]}" if line != lines[0] else f" in {line}"
+    return ""

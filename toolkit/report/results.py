@@ -9,6 +9,7 @@ from toolkit.config import LongTextSettings, section_in
 from toolkit.evaluation import Evaluation
 from toolkit.training.optimizer import unwrapped_optimizer
 from toolkit.training.resume import Resumed
+from toolkit.training.verified import strategy_name
 from toolkit.utils.features import features
 from toolkit.utils.modules import unwrapped
 
@@ -34,6 +35,7 @@ def config_facts(run: Run, resumed: Resumed | None) -> tuple[dict[str, Any], dic
     }
     sections = {
         "identity": run.facts["identity"],
+        "strategy": strategy_name(run.accelerator),
         "model_class": type(unwrapped(run.checkpoints.model)).__name__,
         "optimizer": type(unwrapped_optimizer(run.checkpoints.optimizer)).__name__,
         "resumed_from": str(resumed.folder) if resumed else None,

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 
 from toolkit.launch.environment import OTHER_RANDOMNESS
 from toolkit.utils.cache import digest_of_file
-from toolkit.utils.files import cache_folder, templates
+from toolkit.utils.files import cache_folder, replace_file, templates
 
 
 def script_digest() -> str | None:
@@ -33,28 +35,47 @@ def strategy_name(accelerator: Accelerator) -> str:
 
 
 def record_path(digest: str) -> Path:
-    """The file in the cache with what agreed for a recipe of this digest."""
+    """The file in the cache for a recipe of this digest: `{"strategies": {NAME: agrees}}`."""
     return cache_folder() / "verified" / f"{digest}.json"
 
 
-def is_verified(strategy: str) -> bool:
-    """Whether the recipe that runs has trained under this strategy as in one process, or is being
-    verified."""
-    digest = script_digest()
-    if OTHER_RANDOMNESS in os.environ or digest is None:
-        return OTHER_RANDOMNESS in os.environ
+def read_record(digest: str) -> dict[str, bool]:
+    """Strategy -> whether the recipe trains the same under it; lacks those never tried."""
     path = record_path(digest)
-    return path.is_file() and strategy in json.loads(path.read_text("utf-8"))["strategies"]
+    if not path.is_file():
+        return {}
+    return dict(json.loads(path.read_text("utf-8"))["strategies"])
+
+
+def write_record(digest: str, strategies: Mapping[str, bool]) -> None:
+    """Adds strategies to the record."""
+    path = record_path(digest)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {"strategies": read_record(digest) | dict(strategies)}
+    with replace_file(path) as draft:
+        draft.write_text(json.dumps(record), encoding="utf-8")
+
+
+def is_verified(strategy: str) -> bool:
+    """Whether the recipe that runs is known, on the main process's machine, to train under this
+    strategy as in one process, or is being verified. A collective."""
+    answers = [OTHER_RANDOMNESS in os.environ or _has_record(strategy)]
+    return bool(broadcast_object_list(answers)[0])
 
 
 def verification_note(accelerator: Accelerator) -> str | None:
     """A line for an edited recipe on several processes that no verification covers."""
-    strategy = strategy_name(accelerator)
     digest = script_digest()
-    if accelerator.num_processes == 1 or digest is None or is_verified(strategy):
+    strategy = strategy_name(accelerator)
+    if strategy == "single" or digest is None or OTHER_RANDOMNESS in os.environ:
         return None
     shipped = (templates() / "recipes").glob("*.py")
-    if digest in [digest_of_file(path) for path in shipped]:
+    if _has_record(strategy) or digest in [digest_of_file(path) for path in shipped]:
         return None
-    script = sys.modules["__main__"].__file__
-    return f"{Path(str(script)).name} is not verified under {strategy}: toolkit verify {script}"
+    script = Path(str(sys.modules["__main__"].__file__))
+    return f"{script.name} is not verified under {strategy}: toolkit verify {script}"
+
+
+def _has_record(strategy: str) -> bool:
+    digest = script_digest()
+    return digest is not None and read_record(digest).get(strategy, False)

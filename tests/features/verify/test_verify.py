@@ -9,11 +9,13 @@ import pytest
 
 from tests.runs import ROOT, Finished, slow_but, start
 from tests.test_your_own_recipe import PAGES, edited, edits_of
+from toolkit.training.verified import read_record
 
 CLS = "recipes/cls.py"
 LOSSES = "objective(batch, logits)"
 BACKWARD = f"accelerator.backward(step.mean({LOSSES}))  #"
 LOGITS = "            logits = model(**batch.inputs).logits  # (B, C)\n            accelerator"
+STEPS = "    for step in run.steps():\n"
 DROPOUT = LOGITS.replace(
     "  # (B, C)\n", "\n            logits = torch.dropout(logits, 0.1, True)\n"
 )
@@ -24,7 +26,12 @@ WRONG: dict[str, tuple[dict[str, str], str, str]] = {
                   "inside the loop over micro-batches", "other-micro-batches"),
     "divided": ({BACKWARD: f"accelerator.backward(step.mean({LOSSES} / len(logits)))  #"},
                 "divided by the micro-batch's size", "other-micro-batches"),
-    "randomness": ({LOGITS: DROPOUT}, "its own random numbers", "other-randomness"),
+    "randomness": ({LOGITS: DROPOUT}, "random numbers", "other-randomness"),
+    "evaluation": ({"batch.padded(logits, losses)": "batch.padded(logits, losses * accelerator.num_processes)"},
+                   "only the evaluation differs", "ddp"),
+    "resumed": ({STEPS: f"    seen = []\n{STEPS}        seen.append(step)\n",
+                 BACKWARD: f"accelerator.backward(step.mean({LOSSES} * len(seen)))  #"},
+                "no checkpoint has all", "ddp-resumed"),
 }  # fmt: skip
 
 
@@ -63,9 +70,13 @@ def test_the_shipped_recipe_passes(job: list[Any], tmp_path: Path) -> None:
     done, facts = verify(CLS, tmp_path / "verify", *words)
     assert (done.code, facts["agrees"]) == (0, True), done.out + done.err
     runs = {run["name"]: run for run in facts["runs"]}
-    assert [run["precision"] for run in facts["runs"]] == ["no"] * 4 + ["bf16"] * 2
-    assert runs["ddp"]["difference"] <= 1e-5
-    assert len(runs["ddp"]["losses"]) == len(set(runs["ddp"]["grad_norms"])) == 3
+    assert [run["precision"] for run in facts["runs"]] == ["no"] * 5 + ["bf16"] * 2
+    assert max(runs["ddp"]["differences"].values()) <= 1e-5
+    numbers = runs["ddp"]["numbers"]
+    assert len(numbers["losses"]) == len(set(numbers["grad_norms"].values())) == 3
+    assert {"1 loss", "3 accuracy"} <= numbers["evaluations"].keys()
+    assert [*runs["ddp-resumed"]["numbers"]["losses"]] == ["3"]
+    assert read_record(facts["digest"])["ddp"] is True
     settings = json.loads((tmp_path / "verify" / "ddp" / "config.json").read_text())
     assert (
         settings["data"]["accumulation"] == 6
@@ -74,7 +85,7 @@ def test_the_shipped_recipe_passes(job: list[Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", slow_but([*WRONG, "pairs"], "gradients", "randomness"))
+@pytest.mark.parametrize("name", slow_but([*WRONG, "pairs"], "gradients", "evaluation", "resumed"))
 def test_the_fault_of_a_wrong_recipe_is_named(name: str, job: list[Any], tmp_path: Path) -> None:
     text = edited(edits_of(PAGES[0])["contrastive"])
     reason, shown = "depends on the other samples of its micro-batch", "other-micro-batches"
@@ -99,7 +110,7 @@ SILENT = """import json, pathlib, sys
 folder = pathlib.Path(sys.argv[sys.argv.index("--output_dir") + 1])
 if "--config_file" not in sys.argv and "nothing" not in sys.argv:
     folder.mkdir()
-    (folder / "metrics.jsonl").write_text(json.dumps({"loss": 1, "grad_norm": 1, "tokens": 1}))
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 1, "grad_norm": 1, "tokens": 1}))
     (folder / "config.json").write_text(json.dumps({"world": {"mixed_precision": "no"}}))
 """
 
@@ -110,7 +121,7 @@ def test_numbers_of_an_earlier_run_are_not_read(tmp_path: Path) -> None:
     recipe.write_text(SILENT)
     (folder / "ddp").mkdir(parents=True)
     (folder / "ddp" / "metrics.jsonl").write_text(
-        json.dumps({"loss": 1, "grad_norm": 1, "tokens": 1})
+        json.dumps({"step": 1, "loss": 1, "grad_norm": 1, "tokens": 1})
     )
     (folder / "ddp" / "config.json").write_text(json.dumps({"world": {"mixed_precision": "no"}}))
     for name in ("ddp.old-1", "ddp.old-2"):
@@ -120,11 +131,23 @@ def test_numbers_of_an_earlier_run_are_not_read(tmp_path: Path) -> None:
     done, facts = verify(recipe, folder, *words)
     assert [path.parent.name for path in folder.glob("ddp*/.verify")] == ["ddp"]
     assert (folder / "ddp.old-2").is_dir()
-    assert (done.code, facts["runs"][-1]["name"], facts["runs"][-1]["losses"]) == (0, "ddp", [])
+    assert (done.code, facts["runs"][-1]["name"], facts["runs"][-1]["numbers"]["losses"]) == (
+        0,
+        "ddp-resumed",
+        {},
+    )
     assert "the first machine compares ddp" in done.out
     done, facts = verify(recipe, tmp_path / "nothing", *words, "nothing")
     assert (done.code, facts["agrees"]) == (1, False)
     assert "metrics.jsonl" in facts["runs"][0]["error"]
+
+
+def test_a_recipe_that_hangs(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text("import time\n\ndef wait():\n    time.sleep(999)\n\nwait()\n")
+    done, facts = verify(recipe, tmp_path / "verify", "--time_limit", 2)
+    assert done.code == 1
+    assert "hangs in recipe.py, line 4, wait" in facts["runs"][0]["error"]
 
 
 def test_a_failed_run_and_missing_files(job: list[Any], tmp_path: Path) -> None:

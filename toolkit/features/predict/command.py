@@ -235,8 +235,6 @@ class Prediction:
             self._log_end(totals, empty, time.monotonic() - bar.started)
 
     def _start_lines(self, missing: int) -> Iterator[str]:
-        if self.table.note:
-            yield self.table.note
         names = " and ".join(self.columns)
         yield f"reading {names}, at most {self.max_length} tokens of each text{self._header_hint()}"
         if missing < len(self.table):

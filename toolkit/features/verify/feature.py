@@ -14,24 +14,28 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("recipe", metavar="RECIPE.py")
     configs = "may be repeated [ddp, zero2, zero3 and fsdp2 of accelerate_configs/]"
     add("--config_file", action="append", metavar="FILE", help=configs)
-    add("--max_steps", type=int, default=4, metavar="N", help="optimizer steps of each run [4]")
-    add(
-        "--mixed_precision",
-        default="auto",
-        metavar="auto|no|bf16|fp16",
-        help="compared with fp32, too [auto]",
-    )
-    add("--tolerance", type=float, default=1e-5, help="largest relative difference in fp32 [1e-5]")
-    add(
-        "--output_dir",
-        metavar="FOLDER",
-        help="folder of the runs and verify.json [runs/verify-RECIPE]",
-    )
+    add("--max_steps", type=int, default=8, metavar="N", help="optimizer steps of each run [8]")
+    precision = "compared with fp32, too [auto]"
+    add("--mixed_precision", default="auto", metavar="auto|no|bf16|fp16", help=precision)
+    tolerance = "largest relative difference in fp32 [1e-5]"
+    add("--tolerance", type=float, default=1e-5, help=tolerance)
+    limit = "a run that has not ended after these seconds hangs [600]"
+    add("--time_limit", type=float, default=600.0, metavar="SECONDS", help=limit)
+    folder = "folder of the runs and verify.json [runs/verify-RECIPE]"
+    add("--output_dir", metavar="FOLDER", help=folder)
 
 
-FEATURE = Feature(Command(
-    "verify", "check that a recipe trains the same under every config", "toolkit.features.verify.command:run",
-    _add_arguments,
-    description="Compares a few steps in one process and under each config. Other options go to the recipe.",
-    relaunches=False, passes_rest=True,
-))  # fmt: skip
+FEATURE = Feature(
+    Command(
+        "verify",
+        "check that a recipe trains the same under every config",
+        "toolkit.features.verify.command:run",
+        _add_arguments,
+        description=(
+            "Compares a few steps in one process and under each config, and a resumed run with an "
+            "uninterrupted one. Other options go to the recipe."
+        ),
+        relaunches=False,
+        passes_rest=True,
+    )
+)
