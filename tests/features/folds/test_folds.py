@@ -184,6 +184,20 @@ def test_a_recipe_in_folds(tiny_model: Path, reviews: Path, tmp_path: Path) -> N
     assert [line["label"] for line in lines] == list(rows["label"].astype(str))
     again = start(words).succeeded()
     assert "fold-1:" not in again.out
-    trained = words.copy()
-    trained[8] = tmp_path / "folds" / "fold-1" / "model"
-    assert "suspected labels" in start(trained).succeeded().out  # of other rows, by its config
+
+
+def test_a_model_that_has_seen_the_labels_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "rows.csv").write_text("text,label\n")
+    settings = {"train_file": "rows.csv"}
+    config = {
+        "settings": settings,
+        "data": {"labels": ["a"]},
+        "identity": {},
+        "launch": {"folder": str(tmp_path)},
+    }
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    words = ["folds", ROOT / "recipes/cls.py", "--train_file", tmp_path / "rows.csv",
+             "--model_name_or_path", tmp_path / "run" / "model"]  # fmt: skip
+    parsed = build_parser().parse_known_args(list(map(str, words)))
+    refusal(command.run, *parsed, says=["--model_name_or_path", "labels of these rows"])
