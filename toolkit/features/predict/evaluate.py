@@ -119,13 +119,8 @@ def _labels_of(options: Any, table: Table, text: str, labels: Labels) -> Labels:
     return chosen
 
 
-<<<<<<< HEAD
-def _log_notes(table: Table, *texts: list[str] | None) -> None:
-    """How the file was read, and the rows in which a text is empty."""
-=======
 def _warn_of_empty(*texts: list[str] | None) -> None:
     """Names the rows in which a text is empty."""
->>>>>>> w-feat-a
     columns = [column for column in texts if column]
     rows = enumerate(zip(*columns, strict=True))
     empty = [row for row, parts in rows if not all(map(str.strip, parts))]
