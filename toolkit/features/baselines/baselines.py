@@ -25,7 +25,7 @@ from toolkit.report.statistics import class_scores, intervals
 
 FILE = "baselines.json"
 LARGEST, LINEAR, MODEL = "largest class", "tf-idf + logistic regression", "this model"
-_MAX_ROWS, _MAX_ROWS_TIMES_CLASSES, _MAX_CLASSES, _ITERATIONS = 50_000, 400_000, 200, 40
+_MAX_ROWS, _MAX_ROWS_TIMES_CLASSES, _MAX_CLASSES, _ITERATIONS = 20_000, 200_000, 200, 40
 """So that the linear model takes seconds on one core."""
 _MAX_WEIGHTS = 10**6
 """Weights of the linear model, which uses the most frequent features."""
