@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.parse import has_section, section_in
-from toolkit.config.sections import TrainingSettings, section
+from toolkit.config.parse import section_in
+from toolkit.config.sections import TaskSettings, section
 from toolkit.utils.features import Feature, PagePart
 
 
@@ -21,9 +21,7 @@ class BaselineSettings:
 
 class BaselinesFeature(Feature):
     def settings(self, settings_class: type) -> Mapping[str, type]:
-        return (
-            {"baselines": BaselineSettings} if has_section(settings_class, TrainingSettings) else {}
-        )
+        return {"baselines": BaselineSettings} if issubclass(settings_class, TaskSettings) else {}
 
     def results(
         self, folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any
