@@ -17,7 +17,7 @@ from toolkit import launch
 from toolkit.checkpoint.model_folder import load_weights, save_model
 from toolkit.config import PretrainedSettings, flat, settings_of_features, tasks
 from toolkit.data.batches import collator_of
-from toolkit.data.prepare import Prepared, finish_data, prepare_data
+from toolkit.data.prepare import Data, finish_data, prepare_data
 from toolkit.data.tokens import Split, load_tokenizer
 from toolkit.errors import UserError, first_line
 from toolkit.evaluation import Best, Evaluation, Outputs
@@ -53,7 +53,7 @@ class Run:
     """One run of a recipe, in order: `load_data`, `prepare`, `steps`, `finish`. Every process calls
     every method."""
 
-    data: Prepared
+    data: Data
     """Set by `load_data`; a recipe may replace it before `prepare`."""
     tokenizer: Any
     schedule: Schedule
@@ -82,7 +82,7 @@ class Run:
         """Metrics of the last step, if they were gathered at it."""
         self._started = time.monotonic()
 
-    def load_data(self, model: PretrainedSettings | None = None) -> Prepared:
+    def load_data(self, model: PretrainedSettings | None = None) -> Data:
         """Reads and tokenizes the files, once per machine. `model`: the settings of the tokenizer's
         model, by default `settings.model`. Raises UserError for every fault of the files."""
         settings, accelerator = self.settings, self.accelerator
@@ -357,7 +357,7 @@ def _task_of(settings: Any) -> str:
     return type(settings).__name__.lower()
 
 
-def _training_columns(settings: Any, data: Prepared) -> dict[str, Any]:
+def _training_columns(settings: Any, data: Data) -> dict[str, Any]:
     columns = {
         "text_column": data.text_column,
         "text_pair": data.text_pair,

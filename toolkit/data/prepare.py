@@ -92,9 +92,6 @@ class Data:
         return facts
 
 
-Prepared = Data
-
-
 def prepare_data(
     settings: Any, tokenizer: Any, model_config: Any, accelerator: Accelerator | None = None
 ) -> Data:

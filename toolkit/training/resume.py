@@ -18,7 +18,7 @@ from accelerate.utils import broadcast_object_list
 from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.model_folder import has_model, save_model
 from toolkit.config import DataSettings, ObjectiveSettings, TrainingSettings, section_in
-from toolkit.data.prepare import Prepared
+from toolkit.data.prepare import Data
 from toolkit.errors import UserError, listing
 from toolkit.launch.environment import attempt, launcher_start, place_of
 from toolkit.training.average import average_as_weights, remove_average
@@ -118,7 +118,7 @@ def _named_checkpoints(resume: str, checkpoints: Path) -> list[Path]:
 def identity_of(
     accelerator: Accelerator,
     settings: Any,
-    data: Prepared,
+    data: Data,
     recipe: str,
 ) -> dict[str, Any]:
     """The facts that must be equal in a checkpoint and in the run that resumes from it, as JSON. A

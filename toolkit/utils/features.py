@@ -68,7 +68,7 @@ class Feature:
         return {}
 
     def data(self, settings: Any, data: Any, tokenizer: Any, accelerator: Any) -> Any:
-        """The data of a run (`toolkit.data.prepare.Prepared`), changed or not: another collator,
+        """The data of a run (`toolkit.data.prepare.Data`), changed or not: another collator,
         further columns. Raises UserError for settings that do not fit the data."""
         return data
 
