@@ -149,7 +149,7 @@ class Prediction:
             "file": table.digest,
             "rows": len(table),
             "model": model_digest(options.model),
-            "columns": self.columns,
+            "columns": ", ".join(self.columns),
             "max_length": self.max_length,
             "precision": accelerator.mixed_precision,
             "probabilities": options.probabilities,

@@ -63,7 +63,7 @@ def evaluate_file(options: Any) -> None:
     facts = {
         "file": table.digest,
         "rows": len(table),
-        "columns": [text, pair, *labels.columns],
+        "columns": ", ".join(filter(None, [text, pair, *labels.columns])),
         "tokens": max_length,
         "model": model_digest(options.model),
     }
