@@ -95,6 +95,9 @@ def _print_answers(options: Any) -> None:
     outputs = saved.compute_outputs(saved.tokenize(options.text))
     if outputs is None:
         return
+    empty = [row for row, text in enumerate(options.text) if not text.strip()]
+    if empty:
+        logger.warning(empty_text_warning(empty, len(options.text)))
     for text, line in zip(options.text, saved.answers.answers(outputs), strict=True):
         print(f"{line_of(line, saved.answers)}  {text}")
 
