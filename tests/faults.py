@@ -7,8 +7,6 @@ import pytest
 
 from toolkit.errors import UserError
 
-Fault = Callable[..., None]
-
 
 def refusal(
     act: Callable[..., Any], *given: Any, says: Sequence[str] = (), match: str | None = None, lines: int = 1,
@@ -21,9 +19,3 @@ def refusal(
     assert said.count("\n") == lines - 1, said
     assert [words for words in says if words not in said] == [], said
     return said
-
-
-@pytest.fixture
-def fault() -> Fault:
-    """Does nothing: tests still name what they break."""
-    return lambda *words: None

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import Fault
 from tests.runs import digests, failed, recipe, train
 
 GOOD = "text,label\n" + "".join(f"a fine film {i},pos\na dull film {i},neg\n" for i in range(12))
@@ -66,12 +65,11 @@ def arguments_of(case: Case, folder: Path, model: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_process(name: str, tmp_path: Path, tiny_model: Path, fault: Fault) -> None:
+def test_one_process(name: str, tmp_path: Path, tiny_model: Path) -> None:
     finished = recipe(*arguments_of(CASES[name], tmp_path, tiny_model))
     finished.says_in_one_line(*CASES[name].says)
     assert finished.code == 1
     assert not (tmp_path / "run").exists()
-    fault(f"bad input: {name}", finished.err)
 
 
 @pytest.mark.multiprocess

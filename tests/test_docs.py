@@ -19,7 +19,8 @@ OTHERS = {"config_file", "num_processes", "machine_rank", "main_process_ip", "ma
           "peer_timeout", "ddp_timeout",
           "hostfile", "no_ssh", "node_rank", "master_addr", "rdzv_backend", "rdzv_endpoint", "rdzv_conf",
           "nodes", "host", "shm-size", "ulimit", "network", "native", "pid", "export", "bind-to", "cpus-per-task",
-          "private", "timeout", "gamma", "workers", "model", "model-id", "runner",
+          "private", "resolution", "cov", "skip-editable", "dist", "batch", "layers", "task", "timeout",
+          "gamma", "workers", "model", "model-id", "runner",
           "model_path", "model_name", "port", "rest_port", "local_dir", "backend-store-uri", "quiet"}  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from toolkit import launch
 from toolkit.checkpoint.model_folder import load_weights, save_model
 from toolkit.config import PretrainedSettings, flat, settings_of_features, tasks
 from toolkit.data.batches import collator_of
-from toolkit.data.prepare import Prepared, finish_data, prepare_data
+from toolkit.data.prepare import Data, finish_data, prepare_data
 from toolkit.data.tokens import Split, load_tokenizer
 from toolkit.errors import UserError, first_line
 from toolkit.evaluation import Best, Evaluation, Outputs
@@ -55,7 +55,7 @@ class Run:
     """One run of a recipe, in order: `load_data`, `prepare`, `steps`, `finish`. Every process calls
     every method."""
 
-    data: Prepared
+    data: Data
     """Set by `load_data`; a recipe may replace it before `prepare`."""
     tokenizer: Any
     schedule: Schedule
@@ -84,7 +84,7 @@ class Run:
         """Metrics of the last step, if they were gathered at it."""
         self._started = time.monotonic()
 
-    def load_data(self, model: PretrainedSettings | None = None) -> Prepared:
+    def load_data(self, model: PretrainedSettings | None = None) -> Data:
         """Reads and tokenizes the files, once per machine. `model`: the settings of the tokenizer's
         model, by default `settings.model`. Raises UserError for every fault of the files."""
         settings, accelerator = self.settings, self.accelerator
@@ -111,33 +111,18 @@ class Run:
         `run.schedule` has the number of steps. Raises UserError for settings, a model or an
         optimizer that the strategy cannot train, and for a run in the folder that `--resume`
         excludes."""
-        accelerator, data = self.accelerator, self.data
+        accelerator, train = self.accelerator, self.data.train
         check_tokenizer(self.tokenizer)
         self._open_folder()
-        collate = collator_of(data.train, self.tokenizer, accelerator.device)
-        collate.prepare_model(accelerator, model)
-        for feature in features():
-            feature.model(self, model)
-        training = self.settings.training
-        longest = int(data.train.lengths.max())
-        training = training.limit_tokens(accelerator.device.type, longest)
-        training = fit_batch_size(accelerator, model, collate, training)
-        self.schedule = make_schedule(training, data.train, accelerator.num_processes)
+        training = self._fit_to_device(model)
+        self.schedule = make_schedule(training, train, accelerator.num_processes)
         model, optimizer = prepare_for_strategy(
             accelerator, training, self.schedule, model, optimizer
         )
         total_steps = self.schedule.total_steps
         scheduler = make_scheduler(optimizer, training, total_steps, make_schedule_of)
-        self._steps = Steps(
-            accelerator,
-            data.train,
-            self.tokenizer,
-            training,
-            self.schedule,
-            model,
-            optimizer,
-            scheduler,
-        )
+        objects = (self.schedule, model, optimizer, scheduler)
+        self._steps = Steps(accelerator, train, self.tokenizer, training, *objects)
         self.checkpoints = Checkpoints(
             self._steps, self.tokenizer, self.best, self.folder.path, self.facts
         )
@@ -145,6 +130,18 @@ class Run:
             never = f"the run has {total_steps} steps, and never reaches --learning_rate"
             self.say(f"--warmup_steps {training.warmup_steps}: {never}")
         return model, optimizer, scheduler
+
+    def _fit_to_device(self, model: torch.nn.Module) -> Any:
+        """The settings of training, with the number of samples and tokens of a micro-batch; adapts
+        the model to the batches."""
+        accelerator, train = self.accelerator, self.data.train
+        collate = collator_of(train, self.tokenizer, accelerator.device)
+        collate.prepare_model(accelerator, model)
+        for feature in features():
+            feature.model(self, model)
+        training = self.settings.training
+        training = training.limit_tokens(accelerator.device.type, int(train.lengths.max()))
+        return fit_batch_size(accelerator, model, collate, training)
 
     def _open_folder(self) -> None:
         settings, data = self.settings, self.data
@@ -362,7 +359,7 @@ def _task_of(settings: Any) -> str:
     return type(settings).__name__.lower()
 
 
-def _training_columns(settings: Any, data: Prepared) -> dict[str, Any]:
+def _training_columns(settings: Any, data: Data) -> dict[str, Any]:
     columns = {
         "text_column": data.text_column,
         "text_pair": data.text_pair,

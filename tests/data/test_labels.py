@@ -67,6 +67,7 @@ def test_what_a_column_means(
 ) -> None:
     labels = labels_of(cells, **settings)
     assert (labels.problem_type, labels.names, encoded(labels, cells)) == (problem, names, targets)
+    assert labels.source().get("label_separator") == settings.get("label_separator")
     part = labels.encode(table_of(cells).select(np.array([0, len(cells) - 1])))
     assert part.dtype == (np.int64 if problem == SINGLE else np.float32)
     assert part.tolist() == [targets[0], targets[-1]]

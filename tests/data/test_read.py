@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tests.faults import Fault, refusal
+from tests.faults import refusal
 from toolkit.config import TextSettings
 from toolkit.data import read, table, text_files
 from toolkit.data.read import read_file as read_with
@@ -132,7 +132,8 @@ DEEP = '{"text": ' + "[" * 10**5 + "]" * 10**5 + "}"
         ("a.jsonl", f"{DEEP}\n", "line 1: not JSON"),
         ("a.parquet", "abc", "cannot be read as .parquet"),
         ("a.csv.gz", "not gzip", "cannot be read as .csv"),
-        ("a.csv.gz", gzip.compress(b"text,label\na,1\n")[:-6], "cannot be read as .csv"),
+        ("a.csv.gz", gzip.compress(b"text,label\na,1\n", mtime=0)[:-6], "cannot be read as .csv"),
+        ("a.csv.gz", gzip.compress(b"text,label\na,1\n", mtime=0)[:12] + b"xyz" * 9, "cannot be read as .csv"),
         ("a.csv", b"PK\x03\x04\xff\xfe", "Excel workbook"),
         ("a.csv", "text,label\na,1\nb,c,2\nd,3\n", "line 3: 3 cells where the header has 2"),
         ("a.csv", "text,label\na,1\nb\nd,3\n", "line 3: 1 cells where the header has 2"),
@@ -148,11 +149,10 @@ DEEP = '{"text": ' + "[" * 10**5 + "]" * 10**5 + "}"
     ],
 )  # fmt: skip
 def test_invalid_files_are_named(
-    tmp_path: Path, name: str, content: str | bytes, expected: str, fault: Fault
+    tmp_path: Path, name: str, content: str | bytes, expected: str
 ) -> None:
     line = fault_of(write(tmp_path / name, content))
     assert any(part in line for part in expected.split("|"))
-    fault(f"bad {name}: {expected}", line)
 
 
 def quoted(opening: str, closing: str) -> str:
@@ -174,7 +174,7 @@ def quoted(opening: str, closing: str) -> str:
     ],
 )
 def test_an_unclosed_quote_and_the_way_out(
-    tmp_path: Path, separator: str, closing: str, expected: str, fault: Fault
+    tmp_path: Path, separator: str, closing: str, expected: str
 ) -> None:
     content = quoted('"a text of its own,1', closing).replace(",", separator)
     path = write(tmp_path / ("a.csv" if separator == "," else "a.tsv"), content)
@@ -183,7 +183,6 @@ def test_an_unclosed_quote_and_the_way_out(
     assert "--quoting none" in line
     texts = read_file(path, quoting="none").rows["text"]
     assert (len(texts), texts[40]) == (200, '"a text of its own')
-    fault(f"a stray quote: {expected.partition(': ')[2]}", line)
 
 
 def test_texts_of_several_lines_and_quotes_within_are_no_fault(tmp_path: Path) -> None:
@@ -201,7 +200,7 @@ def test_texts_of_several_lines_and_quotes_within_are_no_fault(tmp_path: Path) -
         ("a.txt", "text\tlabel\na\t1\n", {"delimiter": "tab"}, {"text": ["a"], "label": ["1"]}),
         ("a.csv", "a,1\n\nb,0", {"column_names": "text, y"}, {"text": ["a", "b"], "y": ["1", "0"]}),
         ("a.csv", ",text\r\n0,a\r\n", {}, {"Unnamed: 0": ["0"], "text": ["a"]}),
-        ("a.txt", "a, 'b\n\n c\r\n", {}, {"text": ["a, 'b", "", " c"]}),
+        ("a.txt", "a, 'b\n\n c\rd\r\n", {}, {"text": ["a, 'b", "", " c\rd"]}),
         ("a.txt", "a\nb\n\nc\n", {"sample_by": "paragraph"}, {"text": ["a\nb", "c"]}),
         ("a.json", '{"data": [{"text": "a"}]}', {}, {"text": ["a"]}),
         ("a.json", '{"text": "a"}\n{"text": "b"}', {}, {"text": ["a", "b"]}),

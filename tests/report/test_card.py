@@ -96,14 +96,10 @@ def test_demo_names_become_those_of_their_origin_and_hub_names_stay(tmp_path: Pa
     assert (data.base_model, data.datasets) == ("bert-base-chinese", ["some/reviews"])
 
 
-@pytest.mark.parametrize("exist", [True, False])
-def test_no_local_path(tmp_path: Path, exist: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_local_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "secret"))
     base = tmp_path / "secret" / "my-bert"
     train = tmp_path / "secret" / "train.csv"
-    if exist:
-        base.mkdir(parents=True)
-        train.touch()
     settings = {"model_name_or_path": str(base), "train_file": str(train)}
     loaded = card(tmp_path, settings, notes=[f"{train}: 9 of 90 rows are held out"])
     assert loaded.data.base_model is None

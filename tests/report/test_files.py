@@ -14,6 +14,7 @@ from tests.runs import lines_of
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
+from toolkit.features.predict.parts import Parts
 from toolkit.report.card import write_card
 from toolkit.report.files import RunFiles, last_evaluation, read_lines
 from toolkit.report.html import write_report_of_folder
@@ -30,6 +31,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "predictions.jsonl": lambda run: RunFiles(MAIN, run).write_predictions(EVALUATION),
     "report.html": write_report_of_folder,
     "README.md": lambda run: write_card(run, run, last_evaluation(run)),
+    "out.csv": lambda run: Parts(run / "out.csv", {}).write(0, {"text": ["x" * 90] * 99}),
 }
 
 
@@ -48,7 +50,9 @@ def test_a_full_disk_is_an_error_and_leaves_no_draft(name: str, tmp_path: Path) 
             WRITERS[name](run)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+    files = [path for path in run.iterdir() if path.is_file()]
+    assert {path.name: path.read_bytes() for path in files} == before
+    assert not list(run.glob("*.parts/*"))
 
 
 def test_read_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.faults import Fault
 from tests.runs import Finished, recipe
 from tests.splits import of_lengths
 from toolkit.data.batches import micro_batches
@@ -118,7 +117,7 @@ SMALL += ["--per_device_eval_batch_size", SAMPLES]
 @LINUX
 @pytest.mark.parametrize("when", ["training", "evaluation"])
 def test_too_large_a_batch(
-    when: str, csv_files: dict[str, Path], tiny_model: Path, tmp_path: Path, fault: Fault
+    when: str, csv_files: dict[str, Path], tiny_model: Path, tmp_path: Path
 ) -> None:
     files, sizes, setting = ["many", "few"], LARGE, "--per_device_batch_size"
     if when == "evaluation":
@@ -129,7 +128,6 @@ def test_too_large_a_batch(
     tokens = f"--max_tokens_per_batch {SAMPLES * 131 // 2}"
     finished.says_in_one_line(f"{setting} {SAMPLES // 2}", tokens, "--max_length 65")
     assert ("step 2/2" in finished.err) == (when == "evaluation")
-    fault(f"memory runs out in {when}", finished.err)
 
 
 class Huge(torch.optim.SGD):

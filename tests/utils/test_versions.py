@@ -79,6 +79,8 @@ def test_describe_differences() -> None:
     other = SAME | {"torch": "2.12.1"}
     several = [("A", SAME), ("A", SAME), ("B", other), ("B", other)]  # ranks of one host
     assert versions.describe_differences(several) == "torch is 2.13.0 on A and 2.12.1 on B"
+    lists = [("A", {"labels": ["a"]}), ("B", {"labels": ["b"]})]
+    assert versions.describe_differences(lists) == "labels is ['a'] on A and ['b'] on B"
     assert versions.describe_differences([("A", SAME), ("B", SAME)]) == ""
 
 

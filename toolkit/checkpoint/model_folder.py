@@ -184,7 +184,7 @@ def check_adapter(model: torch.nn.Module) -> None:
     config = lora_config(model)
     factors = [name for name, _ in model.named_parameters() if ".lora_" in name]
     is_plain = all(name.endswith((_LORA_A, _LORA_B)) for name in factors)
-    if not config or config.peft_type != "LORA" or not is_plain:
+    if not config or len(configs) > 1 or config.peft_type != "LORA" or not is_plain:
         raise UserError(
             "of peft's adapters only LoRA of linear layers can be saved, made by "
             "`peft.get_peft_model(model, config)` under its default name: pass --lora_r, or merge "

@@ -1,10 +1,12 @@
-"""Sampling and collating: an epoch's samples -> global batches -> each rank's micro-batches -> tensors.
+"""Sampling and collating: an epoch's samples -> global batches -> each rank's micro-batches ->
+tensors.
 
-1. `GlobalBatches`: the samples of each optimizer step, from the seed, the epoch and the lengths of the texts only.
-2. `micro_batches`: a global batch, or the split of an evaluation, divided among ranks. The world size does not change
-   the sum of the losses.
-3. `Collator`: a micro-batch as padded tensors on the device; `Prefetcher` makes the next one while one is computed.
-"""
+1. `GlobalBatches`: the samples of each optimizer step, from the seed, the epoch and the lengths of
+   the texts only.
+2. `micro_batches`: a global batch, or the split of an evaluation, divided among ranks. The world
+   size does not change the sum of the losses.
+3. `Collator`: a micro-batch as padded tensors on the device; `Prefetcher` makes the next one while
+   one is computed."""
 
 from __future__ import annotations
 
@@ -21,17 +23,17 @@ import torch
 from toolkit.data.tokens import LengthBuckets, Split
 from toolkit.errors import UserError
 
-# samples are sorted by length within windows of this many global batches, as in transformers' Trainer: little padding,
-# and another order in each epoch
 _WINDOW_BATCHES = 50
+"""Samples are sorted by length within windows of this many global batches, as in transformers'
+Trainer: little padding, and another order in each epoch."""
 _GPU_MULTIPLE = 8  # sizes for which matrix products on GPUs are faster
 IGNORED = -100
 """The label of tokens without a loss, as in torch and transformers."""
 
 
 class Inputs(dict[str, torch.Tensor]):
-    """What the model gets. `inputs["attention_mask"]` are ones where nothing is padded, which the model needs no mask
-    for: a recipe may pool with it."""
+    """What the model gets. `inputs["attention_mask"]` are ones where nothing is padded, which the
+    model needs no mask for: a recipe may pool with it."""
 
     def __missing__(self, name: str) -> torch.Tensor:
         if name != "attention_mask":
@@ -44,7 +46,8 @@ class Batch:
     """One micro-batch on its device; padding samples have weight 0 and id -1."""
 
     inputs: dict[str, torch.Tensor]
-    """(B, S) int64: `input_ids`; `attention_mask` if anything is padded (`Inputs`); `token_type_ids` of pairs."""
+    """(B, S) int64: `input_ids`; `attention_mask` if anything is padded (`Inputs`);
+    `token_type_ids` of pairs."""
     labels: torch.Tensor
     """(B,) int64, (B, classes) float32 or (B,) float32; of tokens (B, T) int64."""
     weights: torch.Tensor
@@ -58,14 +61,14 @@ class Batch:
     columns: dict[str, torch.Tensor] = field(default_factory=dict, kw_only=True)
     """Name -> (B, ...): of `Split.columns`."""
     token_samples: torch.Tensor | None = field(default=None, kw_only=True)
-    """(R, S) int64, if a row of `input_ids` (R, S) holds several samples: the sample of each token, B or more for
-    padding; None: row i is sample i."""
+    """(R, S) int64, if a row of `input_ids` (R, S) holds several samples: the sample of each token,
+    B or more for padding; None: row i is sample i."""
 
 
 class GlobalBatches(Sequence[np.ndarray]):
-    """Sample indices of each global batch of an epoch: every sample once, or as many draws with replacement by
-    `probabilities` (samples,). The last batch may be smaller. Batches are sorted when they are indexed, so that an
-    epoch of many samples starts immediately."""
+    """Sample indices of each global batch of an epoch: every sample once, or as many draws with
+    replacement by `probabilities` (samples,). The last batch may be smaller. Batches are sorted
+    when they are indexed, so that an epoch of many samples starts immediately."""
 
     def __init__(
         self,
@@ -127,10 +130,9 @@ def micro_batches(
 ) -> list[np.ndarray]:
     """One global batch -> this rank's micro-batches, equally many on every rank.
 
-    None has more than `per_device` samples, or more than `max_tokens` tokens with padding unless it is a single text;
-    its texts are of one bucket (`Split.buckets`). Ranks compute texts of similar length at the same time. A
-    micro-batch is empty if there are fewer samples than ranks.
-    """
+    None has more than `per_device` samples, or more than `max_tokens` tokens with padding unless it
+    is a single text; its texts are of one bucket (`Split.buckets`). Ranks compute texts of similar
+    length at the same time. A micro-batch is empty if there are fewer samples than ranks."""
     by_length = indices[np.argsort(-split.lengths[indices], kind="stable")]
     if max_tokens is None and split.buckets is None:
         count = max(1, -(-len(indices) // (per_device * world)))
@@ -198,8 +200,8 @@ def _width(length: int) -> int:
 
 
 def padded_width(length: int, longest: int, buckets: LengthBuckets | None) -> int:
-    """`_width`, but at most the longest text of the split (a model may have no more positions) and of
-    the bucket."""
+    """`_width`, but at most the longest text of the split (a model may have no more positions) and
+    of the bucket."""
     if buckets is not None:
         longest = min(longest, buckets.widest(length))
     return min(_width(length), longest)
@@ -217,7 +219,8 @@ class Collator:
         self.device = device
 
     def __call__(self, indices: np.ndarray) -> Batch:
-        """An empty micro-batch becomes one padding sample, so that every rank takes part in the collectives."""
+        """An empty micro-batch becomes one padding sample, so that every rank takes part in the
+        collectives."""
         split = self.split
         is_empty = len(indices) == 0
         if is_empty:
@@ -247,7 +250,8 @@ class Collator:
     def inputs(
         self, tokens: np.ndarray, lengths: np.ndarray, types: np.ndarray | None
     ) -> dict[str, Any]:
-        """(T,) tokens and token types of samples one after another, (B,) their lengths -> `Batch.inputs`."""
+        """(T,) tokens and token types of samples one after another, (B,) their lengths ->
+        `Batch.inputs`."""
         width = int(lengths.max())
         is_padded = lengths.min() < width
         if self.device.type == "cuda" and is_padded:  # a mask rules the flash kernel out
@@ -265,22 +269,29 @@ class Collator:
         return self.split.loss_denominators(indices)
 
     def at(self, epoch: int, progress: float) -> Collator:
-        """The collator for a step: another where its batches depend on the epoch (from 0) or the progress (0 to 1)."""
+        """The collator for a step: another where its batches depend on the epoch (from 0) or the
+        progress (0 to 1)."""
         return self
 
     def prepare_model(self, accelerator: Any, model: Any) -> None:
-        """Adapts a model to these batches, before `accelerator.prepare`. Raises UserError for an unsupported model."""
+        """Adapts a model to these batches, before `accelerator.prepare`. Raises UserError for an
+        unsupported model."""
         buckets = LengthBuckets.of_model(getattr(model, "config", None))
         if self.split.buckets and buckets and buckets != self.split.buckets:
-            why = "model.config has another block_size or num_random_blocks than when the texts were loaded"
+            why = (
+                "model.config has another block_size or num_random_blocks than when the "
+                "texts were loaded"
+            )
             raise UserError(
-                f"{why}: pass --model_name_or_path OUT, of `toolkit to-bigbird BERT OUT --block_size N`"
+                f"{why}: pass --model_name_or_path OUT, of `toolkit to-bigbird BERT OUT "
+                "--block_size N`"
             )
 
     def padded(
         self, values: np.ndarray, lengths: np.ndarray, width: int, filler: int, left: bool
     ) -> torch.Tensor:
-        """(T,) values of samples one after another, (B,) their lengths -> (B, width) int64 on the device."""
+        """(T,) values of samples one after another, (B,) their lengths -> (B, width) int64 on the
+        device."""
         padded = np.full((len(lengths), width), filler, np.int64)
         columns = np.arange(width)
         if left:
@@ -309,7 +320,8 @@ Collation = partial[Batch]
 
 
 class Prefetcher:
-    """Collates the next batch and copies it to the device in a thread while the current one is computed."""
+    """Collates the next batch and copies it to the device in a thread while the current one is
+    computed."""
 
     def __init__(self, device: torch.device) -> None:
         self._thread = _thread(device)

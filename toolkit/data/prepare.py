@@ -57,7 +57,8 @@ class Data:
     file_digests: Mapping[str, str] = field(default_factory=dict)
     """Digests of the content of each split's file."""
     pos_weight: torch.Tensor | None = None
-    """(classes,) float32, on the device: the weight of positive labels in the loss (--pos_weight)."""
+    """(classes,) float32, on the device: the weight of positive labels in the loss
+    (--pos_weight)."""
     advice: str = ""
     """A line if the classes are imbalanced and no setting compensates for it."""
 
@@ -89,9 +90,6 @@ class Data:
         if self.text_pair:
             facts["text_pair"] = self.text_pair
         return facts
-
-
-Prepared = Data
 
 
 def prepare_data(
@@ -284,19 +282,11 @@ class _Preparation:
         return texts | targets.text_columns(self.settings, train, column)
 
     def _with_texts(self, table: Table, texts: Mapping[str, str]) -> Table:
-        """The rows in which no text is empty, or shorter than `--min_length`. Raises UserError naming
-        the rows with empty texts, unless `--drop_empty_text` allows them."""
-        separator = tokens.separator_of(self.tokenizer)
+        """The rows in which no text is empty, or shorter than `--min_length`. Raises UserError
+        naming the rows with empty texts, unless `--drop_empty_text` allows them."""
         inputs = [texts[name] for name in ("text_column", "text_pair") if name in texts]
-        table = table.reading(tuple(inputs), separator)
-        blank = [np.zeros((len(texts), 0), bool)]
-        hashes = [np.zeros(0, np.int64)]
-        for block in table.text_blocks(list(texts.values()), separator):
-            blank.append(np.array([[not text.strip() for text in column] for column in block]))
-            rows = zip(*block[: len(inputs)], strict=True)
-            hashes.append(np.fromiter(map(hash, rows), np.int64, len(block[0])))
-        self.hashes[table.name] = np.concatenate(hashes)
-        is_blank = np.concatenate(blank, axis=1)  # (columns, rows)
+        table = table.reading(tuple(inputs), tokens.separator_of(self.tokenizer))
+        is_blank = self._read_texts(table, list(texts.values()))
         for (setting, column), flags in zip(texts.items(), is_blank, strict=True):
             what = setting.removesuffix("_column").replace("_pair", "")  # the text, or the title
             self._refuse_blank(table, f"{what} in column {column!r}", flags, setting)
@@ -309,6 +299,18 @@ class _Preparation:
             self.notes.append(f"{table.name}: {dropped} rows with an empty {columns} are left out")
             table = table.select(places)
         return self._drop_short(table)
+
+    def _read_texts(self, table: Table, columns: Sequence[str]) -> np.ndarray:
+        """(columns, rows) bool: where a text is blank. Remembers the hashes of what the model
+        reads."""
+        blank = [np.zeros((len(columns), 0), bool)]
+        hashes = [np.zeros(0, np.int64)]
+        for block in table.text_blocks(columns, table.separator):
+            blank.append(np.array([[not text.strip() for text in column] for column in block]))
+            rows = zip(*block[: len(table.text_columns)], strict=True)
+            hashes.append(np.fromiter(map(hash, rows), np.int64, len(block[0])))
+        self.hashes[table.name] = np.concatenate(hashes)
+        return np.concatenate(blank, axis=1)
 
     def _refuse_blank(self, table: Table, what: str, flags: np.ndarray, setting: str) -> None:
         if flags.all():
@@ -410,7 +412,8 @@ class _Preparation:
             if seen.any():
                 rows = table.listing(table.row_numbers[seen])
                 yield (
-                    f"{split}: {seen.sum()} of {len(seen)} texts are also in the training data: its "
+                    f"{split}: {seen.sum()} of {len(seen)} texts are also in the training "
+                    "data: its "
                     f"scores will be too high (rows {rows})"
                 )
 
@@ -467,8 +470,8 @@ def split_of_texts(
 ) -> Split:
     """A split of texts (and second texts of pairs) in memory; all labels are 0.
 
-    With `shared_as`, a digest, it lies in a cache folder that one process per machine writes and the
-    caller removes."""
+    With `shared_as`, a digest, it lies in a cache folder that one process per machine writes and
+    the caller removes."""
     if shared_as is None:
         arrays = _arrays(tokenizer, texts, max_length, pairs)
         return Split(name, Path(), **tokens.of_model(arrays, model_config))

@@ -6,6 +6,7 @@ import bisect
 import glob
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -242,7 +243,7 @@ def _batches(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch
         yield from read(path, settings)
     except UnicodeError as error:
         raise UserError(text_files.encoding_fault(path, settings.encoding)) from error
-    except (pyarrow.ArrowException, OSError, EOFError) as error:
+    except (pyarrow.ArrowException, OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} cannot be read as {kind}: {first_line(error)}") from error
 
 
@@ -278,8 +279,8 @@ def _read_json(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBat
 
 
 def parse_json(path: Path, encoding: str = "utf-8") -> Iterator[Any]:
-    """The lines of a `.jsonl` file; of a `.json` file the items of a list, or of `{"data": [items]}`,
-    or its lines. Raises UserError."""
+    """The lines of a `.jsonl` file; of a `.json` file the items of a list, or of `{"data":
+    [items]}`, or its lines. Raises UserError."""
     if format_of(path) == ".jsonl":
         yield from _json_lines(path, encoding)
         return
@@ -335,10 +336,11 @@ def _array(values: list[Any], where: str, first_row: int, name: str) -> pyarrow.
 
 
 def read_class_names(name: str) -> dict[str, str]:
-    """A file of class names -> {value in the label column: class name}, in the order of the numbers.
+    """A file of class names -> {value in the label column: class name}, in the order of the
+    numbers.
 
-    JSON, `["joy", "anger"]` or `{"0": "joy", "1": "anger"}`, or JSONL, a number and a name per line,
-    `{"label": "100", "label_desc": "news_story"}`. Raises UserError for anything else."""
+    JSON, `["joy", "anger"]` or `{"0": "joy", "1": "anger"}`, or JSONL, a number and a name per
+    line, `{"label": "100", "label_desc": "news_story"}`. Raises UserError for anything else."""
     path = Path(name)
     if not format_of(path).startswith(".json"):
         raise UserError(f"--label_names_file {name}: write the names as .json or .jsonl")
@@ -346,18 +348,17 @@ def read_class_names(name: str) -> dict[str, str]:
         entries = list(parse_json(path))
     except UnicodeError as error:
         raise UserError(f"--label_names_file {name} is not UTF-8: save it as UTF-8") from error
+    pairs: list[Any] = list(enumerate(entries))
     if len(entries) == 1 and isinstance(entries[0], dict):
-        pairs = [*entries[0].items()]
-    else:
-        pairs = [
-            tuple(entry.values()) if isinstance(entry, dict) else (place, entry)
-            for place, entry in enumerate(entries)
-        ]
+        pairs = list(entries[0].items())
+    elif entries and isinstance(entries[0], dict):
+        pairs = [tuple(entry.values()) for entry in entries]
     names: dict[str, str] = {}
     for place, pair in enumerate(pairs, 1):
-        number, class_name = (str(part).strip() for part in (pair if len(pair) == 2 else ("", "")))
+        number, class_name = (str(part).strip() for part in (*pair, "", "")[:2])
         is_new = number not in names and class_name not in names.values()
-        if not re.fullmatch(r"-?\d+", number) or not class_name or not is_new:
+        is_pair = len(pair) == 2 and re.fullmatch(r"-?\d+", number) and class_name
+        if not is_pair or not is_new:
             raise UserError(
                 f"--label_names_file {name}, entry {place}: {str(pair)[:60]} is not a number and a "
                 'name, each given once: write ["joy", "anger"], {"0": "joy", "1": "anger"}, or a '

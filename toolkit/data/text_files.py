@@ -61,7 +61,7 @@ def open_text(path: Path, encoding: str) -> io.TextIOWrapper:
     elif has_utf8_mark(path):  # GB18030 decodes it, to other characters
         fault = f"begins with UTF-8's byte order mark, and --encoding is {encoding}"
         raise UserError(f"{path} {fault}: pass utf-8")
-    return io.TextIOWrapper(open_bytes(path), encoding, newline="")
+    return io.TextIOWrapper(open_bytes(path), encoding, newline="\n")
 
 
 def encoding_fault(path: Path, encoding: str) -> str:
@@ -227,7 +227,8 @@ class _CsvFile:
                 if cells and len(cells) != width:
                     fault = (
                         f"{len(cells)} cells where the header has {width}: pass another "
-                        f"--delimiter than {self.delimiter!r} (and --quoting csv), or put the texts "
+                        f"--delimiter than {self.delimiter!r} (and --quoting csv), or put the "
+                        "texts "
                         "with it, or with a lone \\r, in double quotes"
                     )
                     break

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 
 from toolkit import demo, launch
 from toolkit.config import ModelSettings
-from toolkit.data.prepare import Prepared
+from toolkit.data.prepare import Data
 from toolkit.errors import size_text
 from toolkit.evaluation import Evaluation
 from toolkit.launch.environment import attempt, max_restarts
@@ -31,7 +31,7 @@ class RunSummary:
         self,
         accelerator: Accelerator,
         settings: Any,
-        data: Prepared,
+        data: Data,
         schedule: Schedule,
         folder: Path,
     ) -> None:

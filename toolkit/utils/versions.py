@@ -105,9 +105,9 @@ def describe_differences(tables: Sequence[Table]) -> str:
     """What differs, as `torch is 2.13.0 on A and 2.12.1 on B`; empty for nothing."""
     texts = []
     for name in dict.fromkeys(name for _, values in tables for name in values):
-        hosts: dict[Any, list[str]] = {}  # value -> the hosts that have it, in order
+        hosts: dict[str, list[str]] = {}  # value -> the hosts that have it, in order
         for host, values in tables:
-            names = hosts.setdefault(values.get(name), [])
+            names = hosts.setdefault(str(values.get(name)), [])
             if host not in names:
                 names.append(host)
         if len(hosts) > 1:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import sparse
 
 from toolkit.data.labels import MULTI
 from toolkit.data.tokens import Split
@@ -25,9 +25,8 @@ from toolkit.report.statistics import class_scores, intervals
 
 FILE = "baselines.json"
 LARGEST, LINEAR, MODEL = "largest class", "tf-idf + logistic regression", "this model"
-_MAX_ROWS, _MAX_CLASSES, _HASHED, _ITERATIONS = 50_000, 200, 1 << 20, 40
-_MAX_WORK = 10**7
-"""Training features times classes, a few seconds on one core; above it rows are sampled."""
+_MAX_ROWS, _MAX_ROWS_TIMES_CLASSES, _MAX_CLASSES, _ITERATIONS = 20_000, 200_000, 200, 40
+"""So that the linear model takes seconds on one core."""
 _MAX_WEIGHTS = 10**6
 """Weights of the linear model, which uses the most frequent features."""
 
@@ -111,14 +110,13 @@ def describe(content: dict[str, Any]) -> list[str]:
 
 def _sample(train: Split, classes: int) -> np.ndarray:
     """The training rows of the linear model: all, or a random sample within the limits."""
-    features = 2 * max(1.0, len(train.input_ids) / len(train))  # of a row
-    most = min(len(train), _MAX_ROWS, max(1000, int(_MAX_WORK / features / classes)))
+    most = min(len(train), _MAX_ROWS, max(1000, _MAX_ROWS_TIMES_CLASSES // classes))
     return np.sort(np.random.default_rng(0).choice(len(train), most, replace=False))
 
 
 def _linear(train: Split, rows: np.ndarray, split: Split) -> np.ndarray:
     """Predictions for the rows of the split: (N,) classes, or (N, C) labels."""
-    from sklearn.feature_extraction.text import TfidfTransformer
+    from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
     from sklearn.multiclass import OneVsRestClassifier
 
@@ -128,30 +126,20 @@ def _linear(train: Split, rows: np.ndarray, split: Split) -> np.ndarray:
     if truth.ndim == 2:
         model = OneVsRestClassifier(model)
         classes = truth.shape[1]
-    weighting = TfidfTransformer(sublinear_tf=True)
-    counts = _counts(train, rows)
-    frequency = np.bincount(counts.indices, minlength=counts.shape[1])
-    most = _MAX_WEIGHTS // max(20, classes)
-    features = np.sort(np.argsort(-frequency, kind="stable")[:most])
+    features = _MAX_WEIGHTS // max(20, classes)
+    weighting = TfidfVectorizer(
+        lowercase=False, tokenizer=str.split, token_pattern=None, ngram_range=(1, 2),
+        max_features=features, sublinear_tf=True,
+    )  # fmt: skip
     with warnings.catch_warnings():  # about few iterations, and labels without rows
         warnings.simplefilter("ignore")
-        model.fit(weighting.fit_transform(counts[:, features]), truth)
-    predictions = []
-    for start in range(0, len(split), _MAX_ROWS):
-        part = np.arange(start, min(start + _MAX_ROWS, len(split)))
-        predictions.append(model.predict(weighting.transform(_counts(split, part)[:, features])))
+        model.fit(weighting.fit_transform(_texts(train, rows)), truth)
+    predicted = model.predict(weighting.transform(_texts(split, np.arange(len(split)))))
     # of a single label sklearn returns (N,)
-    return np.concatenate(predictions).reshape(split.labels.shape)
+    return np.asarray(predicted).reshape(split.labels.shape)
 
 
-def _counts(split: Split, rows: np.ndarray) -> Any:
-    """(rows, 2 x features) sparse: counts of tokens and of hashed token bigrams."""
-    tokens = [split.tokens(int(row)).astype(np.int64) for row in rows]
-    ids = np.concatenate(tokens)
-    row = np.repeat(np.arange(len(rows)), [len(each) for each in tokens])
-    inside = row[1:] == row[:-1]
-    bigrams = (ids[:-1] * 1_000_003 + ids[1:])[inside] % _HASHED + _HASHED
-    columns = np.concatenate([ids % _HASHED, bigrams])
-    places = (np.concatenate([row, row[1:][inside]]), columns)
-    ones = np.ones(len(columns), np.float32)
-    return sparse.csr_array((ones, places), shape=(len(rows), 2 * _HASHED))
+def _texts(split: Split, rows: np.ndarray) -> Iterator[str]:
+    """The token ids of each row as words."""
+    for row in rows.tolist():
+        yield " ".join(map(str, split.tokens(row).tolist()))

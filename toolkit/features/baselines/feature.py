@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.parse import has_section, section_in
-from toolkit.config.sections import TrainingSettings, section
+from toolkit.config.parse import section_in
+from toolkit.config.sections import TaskSettings, section
 from toolkit.utils.features import Feature, PagePart
 
 
@@ -22,7 +22,7 @@ class BaselineSettings:
 
 class BaselinesFeature(Feature):
     def settings(self, settings_class: type) -> Mapping[str, type]:
-        if has_section(settings_class, TrainingSettings):
+        if issubclass(settings_class, TaskSettings):
             return {"baselines": BaselineSettings}
         return {}
 

@@ -6,17 +6,15 @@ decisions.json, which all that loads the model applies.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from huggingface_hub import hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from pydantic import BaseModel, Field, ValidationError
+from transformers.utils import cached_file
 
 from toolkit.data.labels import MULTI, Labels
 from toolkit.demo import model_path
@@ -57,8 +55,11 @@ class Decisions(ClassAnswers):
         return f"their probabilities are below {limit}"
 
     def as_json(self) -> dict[str, Any]:
-        names = ("temperature", "thresholds", "abstain_below")
-        return {name: value for name, value in asdict(self).items() if name in names}
+        return {
+            "temperature": self.temperature,
+            "thresholds": dict(self.thresholds),
+            "abstain_below": self.abstain_below,
+        }
 
     def evaluation(self, evaluation: Evaluation, compute_metrics: ComputeMetrics) -> Evaluation:
         """Replaces metrics and predictions by those of these decisions; on the main process.
@@ -125,12 +126,18 @@ def saved_decisions(model: str, labels: Labels) -> Decisions | None:
 
     Raises UserError for a file that is damaged or does not fit the labels.
     """
-    path = _decisions_file(model)
+    # None for a file that is not there, of a folder or on the hub, also without a network
+    path = cached_file(
+        model_path(model), DECISIONS,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )  # fmt: skip
     if path is None:
         return None
     remedy = f"repeat the run's command, or remove {path} to answer with the likeliest class"
     try:
-        file = _File.model_validate_json(path.read_bytes())
+        file = _File.model_validate_json(Path(path).read_bytes())
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -157,14 +164,3 @@ def _fault(decisions: Decisions, names: list[str]) -> str:
     if several and decisions.abstain_below is not None:
         return "several labels per text have no abstain_below"
     return ""
-
-
-def _decisions_file(model: str) -> Path | None:
-    path = Path(model_path(model)) / DECISIONS
-    if path.parent.is_dir():
-        return path if path.is_file() else None
-    cached = try_to_load_from_cache(model, DECISIONS)
-    if cached is None:  # one request for each commit: the cache records that there is no such file
-        with contextlib.suppress(EntryNotFoundError, HfHubHTTPError):  # no network
-            cached = hf_hub_download(model, DECISIONS)
-    return Path(cached) if isinstance(cached, str) else None

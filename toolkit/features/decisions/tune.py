@@ -82,8 +82,7 @@ def tune(
     notes: list[str] = []
     temperature = 1.0
     if settings.calibrate:
-        temperature, warnings = _calibrate(logits, truth)
-        notes += warnings
+        temperature = fit_temperature(logits, truth)
     thresholds: dict[str, float] = {}
     if settings.tune_thresholds:
         # in float64, so that a threshold fits between any two scores
@@ -95,23 +94,6 @@ def tune(
                 why = f"fewer than {_FEW_ROWS} validation rows are with or without it"
                 notes.append(f"the threshold of {name} is unreliable: {why}")
     return Decisions(labels, temperature, thresholds, settings.abstain_below), notes
-
-
-def _calibrate(logits: np.ndarray, truth: np.ndarray) -> tuple[float, list[str]]:
-    """(temperature, warnings)."""
-    if not _has_mistakes(logits, truth):
-        return 1.0, ["temperature 1: the validation rows have no mistakes to calibrate on"]
-    temperature = fit_temperature(logits, truth)
-    if temperature < 0.99 * TEMPERATURES[1]:
-        return temperature, []
-    why = "the model is hardly better than chance on the validation rows"
-    return temperature, [f"temperature {temperature:.0f}, the highest that is tried: {why}"]
-
-
-def _has_mistakes(logits: np.ndarray, truth: np.ndarray) -> bool:
-    if truth.ndim == 2:
-        return bool(((logits > 0) != (truth > 0.5)).any())
-    return bool((logits.argmax(axis=1) != truth).any())
 
 
 def _binary(
@@ -128,12 +110,15 @@ def _binary(
 
 def fit_temperature(logits: np.ndarray, truth: np.ndarray) -> float:
     """The T that minimises the negative log likelihood of softmax(logits / T), or of the sigmoid
-    (Guo et al., 2017)."""
+    (Guo et al., 2017); 1 without mistakes, of which there would be none to learn from."""
     from scipy.optimize import minimize_scalar
 
     scores = torch.tensor(logits, dtype=torch.float64)
-    compute_loss: Any = F.cross_entropy
     target = torch.tensor(truth)
+    answers = scores > 0 if truth.ndim == 2 else scores.argmax(dim=1)
+    if bool((answers == target).all()):
+        return 1.0
+    compute_loss: Any = F.cross_entropy
     if truth.ndim == 2:
         compute_loss = F.binary_cross_entropy_with_logits
         target = target.double()

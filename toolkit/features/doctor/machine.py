@@ -50,8 +50,9 @@ def check_gpus() -> Iterator[Finding]:
 
 def _run_nvidia_smi() -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        _NVIDIA_SMI, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
+        _NVIDIA_SMI, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+        timeout=30,
+    )  # fmt: skip
 
 
 def _check_torch(num_gpus: int) -> Iterator[Finding]:
