@@ -15,7 +15,7 @@ def architecture(model_folder: Path) -> str:
     from toolkit.pretrained import quiet_transformers, whole_weights
 
     try:
-        config = transformers.AutoConfig.from_pretrained(model_folder)
+        config = transformers.AutoConfig.from_pretrained(model_folder, trust_remote_code=False)
     except ValueError:  # the model type is not known
         return ""
     name = str((config.architectures or [""])[0])
@@ -24,7 +24,11 @@ def architecture(model_folder: Path) -> str:
         return ""
     with whole_weights(), quiet_transformers():
         _, problems = model_class.from_pretrained(
-            model_folder, device_map="meta", ignore_mismatched_sizes=True, output_loading_info=True
+            model_folder,
+            device_map="meta",
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            trust_remote_code=False,
         )
     if problems["missing_keys"] or problems["mismatched_keys"]:
         return ""
