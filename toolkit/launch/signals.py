@@ -30,8 +30,9 @@ class StopRequested(Exception):  # noqa: N818
 
 def stop_requested() -> int:
     """The number of a stop signal that this process has received and not yet handled; 0: none."""
-    signals = exit_state.signals
-    return signals.requested if signals else 0
+    if exit_state.signals is None:
+        return 0
+    return exit_state.signals.requested
 
 
 def install_handler(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:

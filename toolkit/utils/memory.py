@@ -132,11 +132,6 @@ def machine_memory() -> int:
     return min(size, int(limit)) if limit.isdigit() else size
 
 
-def container_memory() -> list[str]:
-    """A container's memory limit, use and statistics; empty if there are none."""
-    return [read_cgroup(f"memory.{name}") for name in ("max", "current", "stat")]
-
-
 def read_cgroup(name: str) -> str:
     """This file of a container's control group (version 2); empty if there is none."""
     file = _CGROUP / name
