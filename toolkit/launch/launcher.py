@@ -45,7 +45,8 @@ def launch(request: Request) -> int:
 
 class Launcher:
     def __init__(self, request: Request, folder: Path) -> None:
-        self.request, self.folder = request, folder
+        self.request = request
+        self.folder = folder
         self.here = request.processes // request.machines.count  # processes on this machine
         self.first_rank = request.machines.rank * self.here
         self.host = socket.gethostname()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -128,7 +127,7 @@ def _choose_interface(me: Hello, hellos: Sequence[Hello]) -> None:
         source = network.LOOPBACK
     elif network.is_loopback(source):  # the first machine's name, on Debian
         source = network.source_address_for(hellos[-1].address)
-    network.choose_interface(os.environ, source)
+    network.choose_interface(source)
 
 
 def _wait_for_all(

@@ -4,10 +4,10 @@ cannot be reached."""
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import socket
 import time
-from collections.abc import MutableMapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -166,7 +166,7 @@ def is_loopback(address: str) -> bool:
     return address.startswith("127.")
 
 
-def choose_interface(env: MutableMapping[str, str], local_address: str) -> None:
+def choose_interface(local_address: str) -> None:
     """Makes gloo and NCCL use only the interface with this address, unless the user has set one.
 
     Otherwise gloo resolves its own host name, on Debian to 127.0.1.1, and waits there for the
@@ -174,8 +174,10 @@ def choose_interface(env: MutableMapping[str, str], local_address: str) -> None:
     """
     interface = local_addresses().get(local_address)
     if interface:
-        env.setdefault("GLOO_SOCKET_IFNAME", interface)
-        env.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without `=`, eth1 means eth10 too
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault(
+            "NCCL_SOCKET_IFNAME", f"={interface}"
+        )  # without `=`, eth1 means eth10 too
 
 
 def node_id() -> str:

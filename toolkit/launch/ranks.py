@@ -59,7 +59,8 @@ def _connect(prefix: str) -> Store:
     the last one hold addresses of processes that are gone."""
     from torch.distributed import PrefixStore
 
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     store = network.connect_store(address, port, timeout_seconds("rendezvous_timeout"))
     return PrefixStore(f"toolkit/{prefix} of attempt {environment.attempt()}", store)
 
@@ -73,7 +74,8 @@ def list_machines() -> list[str]:
 
 
 def _meet(place: Place, device: str) -> World:
-    address, server = os.environ["MASTER_ADDR"], None
+    address = os.environ["MASTER_ADDR"]
+    server = None
     if not environment.launcher_serves_store():
         if network.is_this_machine(address):
             address = os.environ["MASTER_ADDR"] = network.address_to_serve(address, place.is_local)
@@ -98,7 +100,8 @@ def _watch(store: Store, machines: list[tuple[str, list[int]]], rank: int) -> No
     firsts = [ranks[0] for _, ranks in machines]
     if rank not in firsts:
         return
-    names, me = [name_machine(*machine) for machine in machines], firsts.index(rank)
+    names = [name_machine(*machine) for machine in machines]
+    me = firsts.index(rank)
     board = exit_state.board = Board(store, names, me, timeout_seconds("peer_timeout"))
     atexit.register(board.finish)
     threading.Thread(target=_exit_on_failure, args=(board, names[me]), daemon=True).start()

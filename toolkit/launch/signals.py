@@ -53,7 +53,8 @@ class StopSignals:
     def __init__(self, prints: bool) -> None:
         self.requested = 0
         """The signal's number; 0: none."""
-        self._prints, self._since = prints, 0.0
+        self._prints = prints
+        self._since = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:

@@ -118,8 +118,7 @@ def _glibc() -> Any:
         return None
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return None
-    libc = ctypes.CDLL(None)
-    return libc if hasattr(libc, "mallopt") else None
+    return ctypes.CDLL(None)
 
 
 @functools.cache
