@@ -130,7 +130,8 @@ def fail(failure: Failure) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)  # of a launcher, when the first rank has exited
     file = os.environ.get(ERROR_FILE)
     if file:
-        Path(file).write_text(json.dumps(asdict(failure)), encoding="utf-8")
+        with contextlib.suppress(OSError):  # the launcher was killed, or the disk is full
+            Path(file).write_text(json.dumps(asdict(failure)), encoding="utf-8")
     elif failure.code != INTERRUPTED or _place().rank == 0:  # Ctrl-C reaches all of a terminal
         _wait_for_cause(failure, _place())
         exit_with(failure)
