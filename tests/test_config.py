@@ -132,7 +132,7 @@ def test_wrong_values_name_the_setting(
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("- a\n", "holds a list"),
+        ("- a\n", "name: value"),
         ("seed: 1\nmax_length: 8\nseed: 2\n", "seed is given twice"),
         ("a: [\n", "not valid YAML"),
         ("seed: 1\0\n", "not valid YAML"),

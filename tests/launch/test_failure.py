@@ -1,7 +1,6 @@
 """Promises: a failure is one line and an exit code that says how it ended; only an unexpected error
 is a traceback."""
 
-import errno
 import sys
 
 import pytest
@@ -53,7 +52,7 @@ def test_an_explained_failure_is_one_line_and_others_are_tracebacks(
     no_launcher: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exit_state, "explain", None)
-    error = OSError(errno.ENOMEM, "Cannot allocate memory")
+    error = RuntimeError("a bug")
     unexplained = describe(error)
     assert unexplained.text.startswith("Traceback")
     assert unexplained.text.endswith(unexplained.line)

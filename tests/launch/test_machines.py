@@ -14,7 +14,7 @@ from tests.faults import refusal
 from tests.runs import free_port
 from toolkit.launch import network
 from toolkit.launch.machines import DEFAULT_PORT, PLACEHOLDER, Machines, find_machines
-from toolkit.launch.network import UnreachableError, address_to_serve, connect, is_this_machine
+from toolkit.launch.network import address_to_serve, connect_store, is_this_machine
 
 FIRST, SECOND, ELSEWHERE = "10.0.0.1", "10.0.0.2", "10.9.9.9"
 
@@ -143,28 +143,25 @@ def test_address_to_serve(
 ) -> None:
     """Never all addresses."""
     pretend_network(monkeypatch, [FIRST], {"gpu1": FIRST, "me": "127.0.1.1"})
-    monkeypatch.setattr(network, "source_address_for", lambda _: None)  # no route
+    monkeypatch.setattr(network, "source_address_for", lambda _: "")  # no route
     assert address_to_serve(name, local) == listens
     pretend_network(monkeypatch, [FIRST, SECOND], {"me": "127.0.1.1"})
     refusal(address_to_serve, "me", False, says=["me is 127.0.1.1 here", FIRST, SECOND])
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("127.0.0.1", "refused"), ("no-such-machine.invalid", "name")]
+    ("name", "remedy"),
+    [("127.0.0.1", "start the other machine"), ("no-such-machine.invalid", "/etc/hosts")],
 )
-def test_closed_port_and_unknown_name(name: str, kind: str) -> None:
-    with pytest.raises(UnreachableError) as error:
-        connect(name, free_port(), 2)
-    assert error.value.kind == kind
-    assert error.value.remedy
+def test_closed_port_and_unknown_name(name: str, remedy: str) -> None:
+    refusal(connect_store, name, free_port(), 0.1, says=[name, remedy])
 
 
 def test_a_store_listens_on_one_address_and_a_taken_port_is_an_error() -> None:
     served = network.serve_store("127.0.0.1", port := free_port())
     network.connect_store("127.0.0.1", port, 5).set("a", "b")
     assert served.get("a") == b"b"
-    with pytest.raises(UnreachableError):
-        connect("127.0.0.2", port, 2)
+    refusal(connect_store, "127.0.0.2", port, 0.1)
     refusal(
         network.serve_store, "127.0.0.1", port, says=[f"port {port} of ", "--main_process_port"]
     )

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from toolkit.errors import UserError
 from toolkit.launch import meet as module
-from toolkit.launch.meet import RendezvousError, meet
+from toolkit.launch.meet import meet
 from toolkit.launch.network import connect_store, serve_store
 
 NAMES = ["machine 0", "machine 1"]
-REMEDIES = {"missing": "start it", "twin": "pass --machine_rank"}
+REMEDY = "start it"
 Member = tuple[int, dict[str, Any]]
 
 
@@ -29,9 +30,9 @@ def meeting(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> Any:
 
         def join(place: int, number: int, facts: dict[str, Any]) -> None:
             try:
-                hellos = meet(stores[place], "127.0.0.1", number, NAMES, facts, REMEDIES, seconds)
+                hellos = meet(stores[place], "127.0.0.1", number, NAMES, facts, REMEDY, seconds)
                 results[place] = [(hello.number, hello.facts) for hello in hellos]
-            except RendezvousError as error:
+            except UserError as error:
                 results[place] = str(error)
 
         threads = []

@@ -35,17 +35,16 @@ def _no_launcher(no_launcher: None) -> None:
 
 @pytest.mark.parametrize(("capability", "chosen"), GPUS.items())
 def test_a_gpu(capability: tuple[int, int], chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert precision.auto_precision(1)[0] == chosen
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert precision.auto_precision("cuda")[0] == chosen
 
 
 @pytest.mark.parametrize(("name", "able", "chosen"), CPUS)
 def test_a_cpu(name: str, able: list[str], chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     capabilities = {"cpu_name": name, "num_sockets": 1, **dict.fromkeys(able, True)}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    assert precision.auto_precision(None)[0] == chosen
+    assert precision.auto_precision("cpu")[0] == chosen
 
 
 @pytest.mark.parametrize("variable", ["bf16", "fp16", "no"])
@@ -54,7 +53,7 @@ def test_a_config_enables_a_precision(variable: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", variable)
     monkeypatch.setattr(precision, "_of_cpu", lambda: ("the hardware's", ""))
     expected = "the hardware's" if variable == "no" else variable
-    assert precision.auto_precision(None)[0] == expected
+    assert precision.auto_precision("cpu")[0] == expected
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from toolkit.utils.compat import TESTED, require
 # module (not imported) -> names that its source must contain
 NAMES = {
     "accelerate.commands.launch": ("_validate_launch_command",),
-    "torch.nn.modules.module": ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     "torch._dynamo.exc": ("FailOnRecompileLimitHit", "TorchDynamoException"),
     "torch._functorch.config": ("force_non_lazy_backward_lowering", "donated_buffer"),
     "torch._inductor.choices": ("get_flex_attention_bwd_configs",),
@@ -42,10 +41,7 @@ NAMES = {
     "transformers.models.big_bird.modeling_big_bird": (
         "BigBirdModel", "BigBirdAttention", "_bigbird_block_rand_mask", "_bigbird_block_rand_mask_with_head",
         "_get_rand_attn_plan"),
-    "transformers.models.bert.modeling_bert": (
-        "BertForSequenceClassification", "BertAttention", "BertPooler", "BertSelfAttention"),
-    "transformers.masking_utils": ("_ignore_bidirectional_mask_sdpa", "_ignore_causal_mask_sdpa"),
-    "transformers.modeling_utils": ("warn_if_padding_and_no_attention_mask",),
+    "transformers.models.bert.modeling_bert": ("BertForSequenceClassification",),
     "datasets.arrow_dataset": ("_fingerprint",),
 }  # fmt: skip
 

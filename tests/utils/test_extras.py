@@ -25,6 +25,7 @@ NEEDS = {
     "demo: --model_name_or_path and --train_file": "recipes/cls.py --output_dir {out}",
     "titles: jieba": "recipes/cls.py {job} --tokenizer jieba",
     "sweep": "-m toolkit sweep recipes/cls.py --search learning_rate=1e-5,2e-5 --output_dir {out} {job}",
+    "folds": "-m toolkit folds recipes/cls.py --folds 2 --output_dir {out} {job}",
     "openvino": "-m toolkit export {run}/model {out} --to openvino",
     "onnx": "-m toolkit export {run}/model {out} --to onnx",
 }

@@ -84,7 +84,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     """A checkpoint's state.json. Raises UserError if it is missing, damaged or of another
     format."""
     path = folder / STATE_FILE
-    state = read_table(path, {})
+    state = read_table(path)
     digest = state.pop("digest", None)
     if state.get("format") != FORMAT or digest != _digest(state):
         raise UserError(f"{path} is damaged, or of another version: take another checkpoint")

@@ -164,7 +164,7 @@ def _record(step: int, dtype: str) -> dict[str, Any]:
 
 def _read_record(folder: Path) -> dict[str, Any]:
     with contextlib.suppress(UserError):
-        return read_table(folder / _RECORD, {})
+        return read_table(folder / _RECORD)
     return {}
 
 

@@ -33,7 +33,6 @@ _LAUNCH = "To choose how it runs: --config_file accelerate_configs/NAME.yaml (do
 # other trainers' name of a setting -> ours; those without a twin are in docs/migrating.md
 _OTHER_NAMES = {
     "per_device_train_batch_size": "per_device_batch_size",
-    "train_batch_size": "global_batch_size",
     "gradient_accumulation_steps": "global_batch_size",
     "batch_size": "global_batch_size",
     "eval_steps": "eval_every",
@@ -46,8 +45,6 @@ _OTHER_NAMES = {
     "fp16": "mixed_precision",
     "optim": "optimizer",
     "max_seq_length": "max_length",
-    "wd": "weight_decay",
-    "patience": "early_stopping_patience",
 }
 
 
@@ -223,7 +220,7 @@ def _value_faults(error: ValidationError) -> Iterator[str]:
     """A line for each setting: of a union pydantic reports every member."""
     reported = set()
     for fault in error.errors():
-        name = str(fault["loc"][0]) if fault["loc"] else "settings"
+        name = str(fault["loc"][0])
         if name not in reported:
             reported.add(name)
             yield f"--{name} {fault['input']!r}: {fault['msg']}"
@@ -277,20 +274,16 @@ def _from_yaml(path: Path, fields: Fields, faults: Faults) -> dict[str, Any]:
         way = f"for data, --train_file {path}; settings are given as --name value"
         raise UserError(f"{path} is not a YAML file of settings: {way}")
     if not path.is_file():
-        hint = did_you_mean(str(path), map(str, path.parent.glob("*.yaml")))
-        raise UserError(f"there is no settings file {path}{hint} (looked in {Path.cwd()})")
+        raise UserError(f"there is no settings file {path} (looked in {Path.cwd()})")
     loaded = read_yaml(path)
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
-        kind = type(loaded).__name__
-        raise UserError(f"{path} must hold lines of `name: value`, but holds a {kind}")
+        raise UserError(f"{path} must hold lines of `name: value`")
     values = {}
     for name, value in loaded.items():
         if name in fields:
             values[name] = value
-        elif isinstance(value, dict):
-            faults.add(f"{path}: {name}: there are no sections, write its settings at the margin")
         else:
             faults.add(f"{path}: unknown setting {name}{_hint(str(name), fields)}")
     return values

@@ -24,7 +24,7 @@ def model_class(path: Path) -> ModelClass | None:
     cannot build."""
     import transformers
 
-    config = read_table(path, {})
+    config = read_table(path)
     kind = getattr(transformers, (config.get("architectures") or [""])[0], None)
     if kind is None or config.get("model_type") not in transformers.CONFIG_MAPPING:
         return None

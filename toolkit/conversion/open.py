@@ -129,7 +129,7 @@ def _open_model(folder: Path, name: str) -> Checkpoint:
         raise UserError(f"{folder} has several models (also {second.name}): name a file")
     if (folder / name).is_file():
         return replace(_open_state(folder / name), path=folder)
-    weight_map = read_table(folder / f"{name}.index.json", {})["weight_map"]
+    weight_map = read_table(folder / f"{name}.index.json")["weight_map"]
     tensors: dict[str, Stored] = {}
     checks: list[Check] = []
     for file in sorted(set(weight_map.values())):

@@ -39,7 +39,7 @@ def copy_files(source: Path, folder: Path, dtype: torch.dtype, is_own: bool) -> 
         patterns.append("decisions.json")
     for path in {path for pattern in patterns for path in source.glob(pattern)}:
         shutil.copyfile(path, folder / path.name)
-    config = read_table(source / CONFIG, {})
+    config = read_table(source / CONFIG)
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     write_new(folder / CONFIG, json.dumps(config, ensure_ascii=False, indent=2) + "\n")

@@ -84,13 +84,14 @@ def place_of(env: Mapping[str, str]) -> Place:
 
     Raises UserError if they are incomplete or not numbers.
     """
-    for launcher, (rank, world, local_rank, local_world) in _VARIABLES.items():
+    for launcher, names in _VARIABLES.items():
+        rank, world, local_rank, local_world = names
         if rank in env and world in env and local_rank in env:
             local = env.get(local_world) or env.get("LOCAL_SIZE") or env[world]
             local = re.split(r"[(,]", local)[0]  # Slurm's: 2(x3)
-            launcher = launcher or _launcher(env) or "environment"
-            ranks = _number(env, rank), _number(env, world), _number(env, local_rank)
-            return Place(launcher, *ranks, parse_int(local_world, local))
+            values = env[rank], env[world], env[local_rank], local
+            name = launcher or _launcher(env) or "environment"
+            return Place(name, *map(parse_int, names, values))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PMI_RANK"):
         if name in env:  # each process would train a separate model
             remedy = f"set RANK, WORLD_SIZE and LOCAL_RANK, or `unset {name}` to run one process"
@@ -160,18 +161,16 @@ def set_torch_variables(env: MutableMapping[str, str]) -> Place:
     place = place_of(env)
     if place.world_size == 1:
         if not (env.get("MASTER_ADDR") and env.get("MASTER_PORT")):
-            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # or accelerate makes a group
+            for name in _VARIABLES[""]:  # or accelerate makes a group
                 env.pop(name, None)
         return place
     if place.launcher in ("mpirun", "srun"):
         _set_address(place, env)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not env.get(name):
-            why = f"{place.launcher} started {place.world_size} processes, and {name} is not set"
-            raise UserError(f"{why}: {_ADDRESS_REMEDY}")
-    env["RANK"], env["WORLD_SIZE"] = str(place.rank), str(place.world_size)
-    env["LOCAL_RANK"] = str(place.local_rank)
-    env["LOCAL_WORLD_SIZE"] = str(place.local_world_size)
+            raise UserError(f"{name} is not set: {_ADDRESS_REMEDY}")
+    values = place.rank, place.world_size, place.local_rank, place.local_world_size
+    env.update(zip(_VARIABLES[""], map(str, values), strict=True))
     return place
 
 
@@ -182,10 +181,6 @@ def _set_address(place: Place, env: MutableMapping[str, str]) -> None:
     step = f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}"
     job = env.get("PMIX_NAMESPACE", step)  # two `mpirun` in one Slurm job differ
     env.setdefault("MASTER_PORT", str(FIRST_PORT + zlib.crc32(job.encode()) % PORTS))
-
-
-def _number(env: Mapping[str, str], name: str) -> int:
-    return parse_int(f"the launcher's variable {name}", env.get(name))
 
 
 def parse_int(
@@ -220,10 +215,12 @@ def timeout_variable(name: str) -> str:
 def launch_info() -> dict[str, Any]:
     """For config.json: the launcher's config file, and the command line to start the same run again
     on this machine, in this folder. Cached: launchers may end before this process."""
-    request, words = launch_request(), parent_words()
-    if request:
-        words = ["python", *request["argv"]]
-    elif sys.argv[0] not in words:  # a shell's
-        words = ["python", *sys.argv]
-    file, folder = request.get("config_file"), str(Path.cwd())
-    return {"config_file": file, "command": shlex.join(words), "folder": folder}
+    request = launch_request()
+    words = parent_words()
+    if request or sys.argv[0] not in words:  # a shell's
+        words = ["python", *request.get("argv", sys.argv)]
+    return {
+        "config_file": request.get("config_file"),
+        "command": shlex.join(words),
+        "folder": str(Path.cwd()),
+    }

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import signal
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -61,14 +58,3 @@ def close_resources() -> None:
         if close is not None:
             with contextlib.suppress(Exception):  # the failure has been reported
                 call_with_timeout(_CLOSE_SECONDS, close)
-
-
-def stop_with_parent(number: int = signal.SIGTERM) -> None:
-    """Makes Linux send a signal to this process when its parent ends, also after `exec`.
-
-    The kernel watches the thread that forked, so that thread must not end.
-    """
-    if sys.platform == "linux":
-        set_parent_death_signal = 1  # prctl(2), PR_SET_PDEATHSIG
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(set_parent_death_signal, number)

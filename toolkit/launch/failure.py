@@ -53,7 +53,7 @@ def run(main: Callable[[], None], module: str | None = None, relaunches: bool = 
     by `-m`; without `relaunches` the launch options are left to `main`.
     """
 
-    def work() -> None:
+    try:
         if relaunches:
             _launch_if_requested(module)
         collector.before_imports()
@@ -62,8 +62,19 @@ def run(main: Callable[[], None], module: str | None = None, relaunches: bool = 
         if exit_state.unfinished and _place().rank == 0:
             logger.warning(exit_state.unfinished)
         _exit_at_end()
-
-    _exit_on_failure(work)
+    except KeyboardInterrupt:
+        fail(Failure("interrupted", INTERRUPTED, permanent=True))
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            fail(_failure(error.code.removeprefix("error: ")))
+        if error.code:
+            _exit(error.code)
+        _exit_at_end()
+        raise
+    except UserError as error:
+        fail(replace(_failure(str(error)), permanent=True))
+    except Exception as error:
+        fail(_describe(error))
 
 
 def _launch_if_requested(module: str | None) -> None:
@@ -73,26 +84,6 @@ def _launch_if_requested(module: str | None) -> None:
         from toolkit.launch.launcher import launch
 
         _exit(launch(request))
-
-
-def _exit_on_failure(work: Callable[[], object]) -> None:
-    """Ends the process with one clear message if `work` fails."""
-    try:
-        work()
-    except KeyboardInterrupt:
-        fail(Failure("interrupted", INTERRUPTED, permanent=True))
-    except SystemExit as error:
-        if isinstance(error.code, str):
-            fail(_failure(error.code.removeprefix("error: ")))
-        if not error.code:
-            _exit_at_end()
-        elif _place().world_size > 1:
-            _exit(error.code)
-        raise
-    except UserError as error:
-        fail(replace(_failure(str(error)), permanent=True))
-    except Exception as error:
-        fail(_describe(error))
 
 
 def _failure(message: str, trace: str = "") -> Failure:
@@ -135,17 +126,15 @@ def _place() -> Place:
 
 def fail(failure: Failure) -> NoReturn:
     """Reports a failure, to our launcher, which prints it, or else here; and exits."""
-    with contextlib.suppress(ValueError):  # not the main thread
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)  # of a launcher, when the first rank has exited
-    file, place = os.environ.get(ERROR_FILE), _place()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # of a launcher, when the first rank has exited
+    file = os.environ.get(ERROR_FILE)
     if file:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the launcher was killed, or the disk is full
             Path(file).write_text(json.dumps(asdict(failure)), encoding="utf-8")
-    elif failure.code != INTERRUPTED or place.rank == 0:  # Ctrl-C reaches all of a terminal
-        _wait_for_cause(failure, place)
-        failure = report(failure)
-    close_resources()
+    elif failure.code != INTERRUPTED or _place().rank == 0:  # Ctrl-C reaches all of a terminal
+        _wait_for_cause(failure, _place())
+        exit_with(failure)
     _exit(failure.code)
 
 
@@ -155,27 +144,20 @@ def _wait_for_cause(failure: Failure, place: Place) -> None:
     if not failure.is_effect and not place.local_rank:
         return
     close_resources()
-    with contextlib.suppress(ValueError):  # not the main thread
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if failure.is_effect and not place.is_local:
         time.sleep(timeout_seconds("peer_timeout"))
     time.sleep(_REPORT_SECONDS)
 
 
-def report(failure: Failure) -> Failure:
-    """Prints the run's first failure, this one or another machine's; returns it."""
+def exit_with(failure: Failure) -> NoReturn:
+    """Prints the run's first failure, this one or another machine's, and exits with its code,
+    whatever the main thread waits for."""
     board, exit_state.board = exit_state.board, None  # its thread ends this process no more
     if board:
         failure = board.publish(failure)
     with contextlib.suppress(OSError):  # the output is closed
         logger.error(failure.text or failure.line)
-    return failure
-
-
-def exit_with(failure: Failure) -> NoReturn:
-    """Reports a failure, and exits, whatever the main thread waits for."""
-    failure = report(failure)
-    close_resources()
     _exit(failure.code)
 
 
@@ -195,6 +177,7 @@ def _exit_at_end() -> None:
 
 
 def _exit(code: int) -> NoReturn:
+    close_resources()
     logging.shutdown()
     with contextlib.suppress(OSError, ValueError):  # the output is closed
         sys.stdout.flush()

@@ -46,7 +46,10 @@ class Board:
     """
 
     def __init__(self, store: Any, names: Sequence[str], me: int, timeout: float) -> None:
-        self._store, self._names, self._me, self._timeout = store, names, me, timeout
+        self._store = store
+        self._names = names
+        self._me = me
+        self._timeout = timeout
         members = range(len(names))
         self._beats = dict.fromkeys(members, "")
         self._moved = dict.fromkeys(members, time.monotonic())
@@ -83,12 +86,12 @@ class Board:
 
     def _lost(self) -> Failure | None:
         """The failure of a member that does not answer."""
-        now, timeout = time.monotonic(), self._timeout
-        silent = [member for member, moved in self._moved.items() if now - moved > timeout]
+        oldest = time.monotonic() - self._timeout
+        silent = [member for member, moved in self._moved.items() if moved < oldest]
         if not silent or self._all_finished:
             return None
         lost = 0 if self._me in silent else silent[0]  # 0 serves the store
-        why = f"no answer for {timeout:.0f} s: it or the network is down"
+        why = f"no answer for {self._timeout:.0f} s: it or the network is down"
         line = f"error: lost the connection to {self._names[lost]}: {why}{RESUME_HINT}"
         return Failure(line, permanent=True)
 

@@ -22,12 +22,12 @@ from typing import Any
 
 from toolkit.launch import environment, signals
 from toolkit.launch.environment import timeout_seconds
-from toolkit.launch.exit_state import ERROR_FILE, RESUME_HINT, stop_with_parent
+from toolkit.launch.exit_state import ERROR_FILE, RESUME_HINT
 from toolkit.launch.heartbeat import Board, Failure
 from toolkit.launch.machines import name_machine
-from toolkit.launch.meet import meet_launchers
+from toolkit.launch.meet import device_type, facts_to_compare, meet_launchers
 from toolkit.launch.options import Request, accelerate_environment, clean_environment
-from toolkit.utils import versions
+from toolkit.utils.children import stop_with_parent
 from toolkit.utils.log import logger
 
 _POLL_SECONDS = 0.1
@@ -45,7 +45,8 @@ def launch(request: Request) -> int:
 
 class Launcher:
     def __init__(self, request: Request, folder: Path) -> None:
-        self.request, self.folder = request, folder
+        self.request = request
+        self.folder = folder
         self.here = request.processes // request.machines.count  # processes on this machine
         self.first_rank = request.machines.rank * self.here
         self.host = socket.gethostname()
@@ -62,9 +63,13 @@ class Launcher:
 
     def run(self) -> int:
         variables = accelerate_environment(self.request)
-        seconds = timeout_seconds("rendezvous_timeout")
-        self.met = meet_launchers(self.request.machines, self._facts(), seconds)
-        restarts, attempt = self.request.max_restarts, 0
+        device = "cpu" if self.request.use_cpu else device_type()
+        facts = facts_to_compare(self.request.script[0], device, self.request.processes)
+        self.met = meet_launchers(
+            self.request.machines, facts, timeout_seconds("rendezvous_timeout")
+        )
+        restarts = self.request.max_restarts
+        attempt = 0
         while True:
             board = self._make_board(attempt)
             self._start(variables, attempt)
@@ -81,18 +86,6 @@ class Launcher:
 
     # --- before the start
 
-    def _facts(self) -> dict[str, Any]:
-        """What must be the same on all machines."""
-        import torch
-
-        device = torch.accelerator.current_accelerator() or torch.device("cpu")
-        return {
-            **versions.comparable_versions(self.request.script[0]),
-            "device": device.type,
-            "use_cpu": self.request.use_cpu,
-            "num_processes": self.request.processes,
-        }
-
     def _make_board(self, attempt: int) -> Board:
         from torch.distributed import PrefixStore
 
@@ -102,17 +95,19 @@ class Launcher:
 
     def _machines(self) -> list[tuple[str, list[int]]]:
         """(host, its ranks) of each."""
-        machines = []
-        for number, host in enumerate(self.met.hosts):
-            first = number * self.here
-            machines.append((host, list(range(first, first + self.here))))
-        return machines
+        ranks = list(range(self.request.processes))
+        starts = range(0, self.request.processes, self.here)
+        return [
+            (host, ranks[start : start + self.here])
+            for host, start in zip(self.met.hosts, starts, strict=True)
+        ]
 
     # --- the processes of this machine
 
     def _start(self, variables: dict[str, str], attempt: int) -> None:
-        request, self.ranks = self.request, []
+        request = self.request
         marker = {**request.marker(), "machines": self._machines()}
+        self.ranks = []
         common = {
             **clean_environment(os.environ), **variables,
             environment.MARKER: json.dumps(marker),
@@ -139,8 +134,8 @@ class Launcher:
             "WORLD_SIZE": str(self.request.processes),
             "LOCAL_RANK": str(local),
             "LOCAL_WORLD_SIZE": str(self.here),
-            "MASTER_ADDR": self.met.address,
-            "MASTER_PORT": str(self.met.port),
+            "MASTER_ADDR": self.met.store.host,
+            "MASTER_PORT": str(self.met.store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # a group made by hand finds this store, too
         }
 
@@ -149,8 +144,9 @@ class Launcher:
 
     def _watch(self, board: Board) -> Failure | None:
         """The run's first failure on any machine; None when all have ended well."""
-        several = self.request.machines.count > 1
-        cause_seconds = _CAUSE_SECONDS + (timeout_seconds("peer_timeout") if several else 0.0)
+        cause_seconds = _CAUSE_SECONDS
+        if self.request.machines.count > 1:
+            cause_seconds += timeout_seconds("peer_timeout")
         effect_since = float("inf")
         while True:
             failure = board.failure() or self._first_failure()
@@ -174,10 +170,10 @@ class Launcher:
             if code and not stopped:
                 failures.append(self._describe(local, code))
         first = min(failures, key=lambda failure: failure.is_effect, default=None)
-        for local, rank in enumerate(self.ranks):
-            if first and first.is_effect and rank.poll() == 0:
-                who = f"rank {self.first_rank + local}"
-                return replace(first, line=f"{first.line} ({who} has ended without an error)")
+        ended = [local for local, rank in enumerate(self.ranks) if rank.poll() == 0]
+        if first and first.is_effect and ended:
+            who = f"rank {self.first_rank + ended[0]}"
+            return replace(first, line=f"{first.line} ({who} has ended without an error)")
         return first
 
     def _describe(self, local: int, code: int) -> Failure:

@@ -33,12 +33,8 @@ class Machines:
 
 def name_machine(host: str, ranks: Sequence[int]) -> str:
     """`hostA (ranks 0, 1)`."""
-    return f"{host} (rank{'s' * (len(ranks) > 1)} {listing(ranks, 8)})"
-
-
-def doctor_command(first: str) -> str:
-    """What to run when machines do not find each other."""
-    return f"`toolkit doctor --main_process_ip {first}` on each machine shows more"
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{host} ({noun} {listing(ranks, 8)})"
 
 
 def find_machines(

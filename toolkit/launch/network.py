@@ -4,10 +4,10 @@ cannot be reached."""
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import socket
 import time
-from collections.abc import MutableMapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,62 +24,32 @@ _TEST_NET = "192.0.2.1"  # reserved for documentation: packets to it would take 
 _CONNECT_SECONDS, _POLL_SECONDS = 5.0, 0.1
 
 
-class UnreachableError(OSError):
-    """No connection to `address`:`port`; `kind`: name, refused, silent, no_route or local."""
-
-    def __init__(self, address: str, port: int, error: OSError) -> None:
-        here, there = source_address_for(address) or "THIS_MACHINE", shlex.quote(address)
-        self.kind = _kind(error)
-        detail, remedy = _CAUSES[self.kind]
-        self.detail = f"{detail} ({error.strerror or error})"
-        self.remedy = remedy.format(here=here, there=there, port=port)
-        super().__init__(f"{address}:{port}: {self.detail}")
-
-
-# kind -> (what it means, what to check, with the commands)
-_CAUSES = {
-    "name": (
+# error -> (what it means, what to check, with the commands)
+_CAUSES: dict[type[OSError], tuple[str, str]] = {
+    socket.gaierror: (
         "this name cannot be resolved here (write an address without port)",
         "give its IP address (`hostname -I` there), or add `{there}` to /etc/hosts",
     ),
-    "refused": (
+    ConnectionRefusedError: (
         "the machine answers, but nothing listens on this port",
         "start the other machine too, or use its right address (`hostname -I` there)",
     ),
-    "silent": (
+    TimeoutError: (
         "no answer",
         "is that machine on, and is this its address (`hostname -I` there)? If so, a firewall "
         "drops the packets: on {there}, `sudo ufw allow from {here}` (or the security group of "
         "your cloud: all TCP ports between the machines, {port} among them)",
     ),
-    "local": (
+    PermissionError: (
         "a firewall rule of this machine forbids it",
         "`sudo iptables -S OUTPUT` and `sudo nft list ruleset` here show the rule",
     ),
-    "no_route": (
+    OSError: (
         "no machine has this address, its firewall rejects the connection, or no route leads there",
         "`ip route get {there}` shows the route; is the interface up (`ip -br address`), and the "
         "address right (`hostname -I` there)?",
     ),
 }
-
-
-def _kind(error: OSError) -> str:
-    kinds = {
-        socket.gaierror: "name",
-        ConnectionRefusedError: "refused",
-        TimeoutError: "silent",
-        PermissionError: "local",
-    }
-    return kinds.get(type(error), "no_route")
-
-
-def connect(address: str, port: int, seconds: float) -> socket.socket:
-    """A TCP connection. Raises UnreachableError."""
-    try:
-        return socket.create_connection((address, port), seconds)
-    except OSError as error:
-        raise UnreachableError(address, port, error) from error
 
 
 def serve_store(address: str, port: int, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
@@ -106,29 +76,47 @@ def serve_store(address: str, port: int, timeout: timedelta = timedelta(minutes=
 
 
 def connect_store(address: str, port: int, seconds: float) -> TCPStore:
-    """A client of the store at an address. Raises UnreachableError after `seconds`."""
+    """A client of the store of the first machine. Raises UserError after `seconds`."""
     from torch.distributed import TCPStore
 
     deadline = time.monotonic() + seconds
     while True:
         remaining = deadline - time.monotonic()
+        timeout = max(1.0, min(_CONNECT_SECONDS, remaining))
         try:
-            connect(address, port, max(1.0, min(_CONNECT_SECONDS, remaining))).close()
+            socket.create_connection((address, port), timeout).close()
             break
-        except UnreachableError:
+        except OSError as error:
             if remaining < 0:
-                raise
+                why = _explain(error, address, port)
+                who = f"{socket.gethostname()} could not reach the first machine"
+                raise UserError(f"{who} in {seconds:.0f} s: {why}") from error
         time.sleep(_POLL_SECONDS)
     return TCPStore(address, port, None, False, timedelta(minutes=5))
 
 
-def source_address_for(address: str) -> str | None:
-    """This machine's source address for packets to `address`, from the routing table."""
+def _explain(error: OSError, address: str, port: int) -> str:
+    """Why there is no connection, and what to do."""
+    detail, remedy = _CAUSES.get(type(error), _CAUSES[OSError])
+    here = source_address_for(address) or "THIS_MACHINE"
+    advice = remedy.format(here=here, there=shlex.quote(address), port=port)
+    cause = f"{address}:{port}: {detail} ({error.strerror or error})"
+    return f"{cause}. To do: {advice}. {doctor_command(address)}"
+
+
+def doctor_command(first: str) -> str:
+    """What to run when machines do not find each other."""
+    return f"`toolkit doctor --main_process_ip {first}` on each machine shows more"
+
+
+def source_address_for(address: str) -> str:
+    """This machine's source address for packets to `address`, from the routing table; empty if
+    there is no route."""
     probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     with contextlib.suppress(OSError), probe:
         probe.connect((address, 9))
         return str(probe.getsockname()[0])
-    return None
+    return ""
 
 
 def local_addresses() -> dict[str, str]:
@@ -160,11 +148,12 @@ def address_to_serve(name: str, is_local: bool) -> str:
     if is_local or not is_loopback(address):
         return address
     default = source_address_for(_TEST_NET)
+    if default:
+        return default
     others = [other for other in local_addresses() if not is_loopback(other)]
-    if default is None and len(others) != 1:
-        choice = ", ".join(others)
-        raise UserError(f"{name} is {address} here: give one of {choice} in its place")
-    return default or others[0]
+    if len(others) != 1:
+        raise UserError(f"{name} is {address} here: give one of {', '.join(others)} in its place")
+    return others[0]
 
 
 def is_this_machine(name: str) -> bool:
@@ -177,7 +166,7 @@ def is_loopback(address: str) -> bool:
     return address.startswith("127.")
 
 
-def choose_interface(env: MutableMapping[str, str], local_address: str) -> None:
+def choose_interface(local_address: str) -> None:
     """Makes gloo and NCCL use only the interface with this address, unless the user has set one.
 
     Otherwise gloo resolves its own host name, on Debian to 127.0.1.1, and waits there for the
@@ -185,8 +174,10 @@ def choose_interface(env: MutableMapping[str, str], local_address: str) -> None:
     """
     interface = local_addresses().get(local_address)
     if interface:
-        env.setdefault("GLOO_SOCKET_IFNAME", interface)
-        env.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without `=`, eth1 means eth10 too
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault(
+            "NCCL_SOCKET_IFNAME", f"={interface}"
+        )  # without `=`, eth1 means eth10 too
 
 
 def node_id() -> str:

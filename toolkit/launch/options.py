@@ -19,6 +19,7 @@ from typing import Any
 
 from toolkit.errors import Parser, UserError, first_line
 from toolkit.launch import environment
+from toolkit.launch.environment import parse_int, timeout_variable
 from toolkit.launch.machines import TWO_NODE_FILES, Machines, find_machines
 from toolkit.utils.compat import require
 from toolkit.utils.extras import require_extra
@@ -94,42 +95,44 @@ def take_options(argv: list[str], module: str | None) -> tuple[list[str], Reques
     but the first process of a machine if there is something to start. Raises UserError.
     """
     options, rest = split_arguments(argv[1:])
+    script = [argv[0], *rest]
     _set_timeouts(options)
     present = [name for name in _LAUNCH if getattr(options, name) is not None]
-    place = environment.place_of(os.environ)
     if not present:
         if options.deepspeed_config:
             os.environ[DEEPSPEED_CONFIG] = options.deepspeed_config
-        return [argv[0], *rest], None
+        return script, None
+    place = environment.place_of(os.environ)
     if place.local_rank != 0:
         raise SystemExit(0)  # local rank 0 starts all processes of this machine
     if options.config_file is None:
         remedy = "add --config_file accelerate_configs/ddp.yaml (or another file of that folder)"
         raise UserError(f"--{present[0]} needs a config file: {remedy}")
-    request = plan_launch(options, [argv[0], *rest], os.environ, module, argv)
+    request = plan_launch(options, script, os.environ, module, argv)
     _refuse_other_launch(place, module or argv[0], request)
-    return [argv[0], *rest], request
+    return script, request
 
 
 def _set_timeouts(options: argparse.Namespace) -> None:
     for name in environment.TIMEOUTS:
         value = getattr(options, name)
         if value is not None:
-            environment.parse_int(f"--{name} (seconds)", value, minimum=1)
-            os.environ[environment.timeout_variable(name)] = value
+            parse_int(f"--{name} (seconds)", value, minimum=1)
+            os.environ[timeout_variable(name)] = value
 
 
 def _refuse_other_launch(place: environment.Place, script: str, request: Request) -> None:
     """Raises UserError if the words before the script ask for another launch than the config file
     after it, which would replace it."""
+    nodes = place.world_size // place.local_world_size
     path, count = request.config_file, request.machines.count
+    # one process a node may be a node's launcher; `accelerate launch` starts all it can by default
     local = place.local_world_size
-    is_for_one = count == 1 and place.world_size > local  # each machine would train its own model
-    by_accelerate = place.launcher in ("accelerate", "environment")
-    if is_for_one or (not by_accelerate and 1 < local != request.processes // count):
+    chose_number = local > 1 and place.launcher not in ("accelerate", "environment")
+    if nodes > count or (chose_number and local != request.processes // count):
         why = (
-            f"{place.launcher} started {place.world_size} processes, {local} of them here, and "
-            f"{path} asks for {request.processes} on {count} machine(s)"
+            f"{place.launcher} started {place.world_size} processes on {nodes} machine(s), and "
+            f"{path} asks for {request.processes} on {count}"
         )
         raise UserError(f"{why}: pass --num_processes after the script, or use {TWO_NODE_FILES}")
     words = " ".join(environment.accelerate_launch_words())
@@ -156,25 +159,25 @@ def plan_launch(
     processes = count_processes(options, config, path, machines.count)
     return Request(
         path, tuple(script), module, tuple(argv), processes, machines,
-        environment.parse_int("--max_restarts", options.max_restarts or 0, minimum=0),
-        _deepspeed_config(options, config, path, script[0]),
+        parse_int("--max_restarts", options.max_restarts or 0, minimum=0),
+        _deepspeed_config(options.deepspeed_config, config, path, script[0]),
         use_cpu=bool(config.get("use_cpu")),
     )  # fmt: skip
 
 
 def _deepspeed_config(
-    options: argparse.Namespace,
+    option: str | None,
     config: Mapping[str, Any],
     path: Path,
     script: str,
 ) -> str | None:
-    """The path of DeepSpeed's JSON, or None."""
-    if options.deepspeed_config and config["distributed_type"] != "DEEPSPEED":
+    """The path of DeepSpeed's JSON, or None. `option`: `--deepspeed_config`."""
+    if option and config["distributed_type"] != "DEEPSPEED":
         why = f"{path} does not use DeepSpeed, so --deepspeed_config would have no effect"
         raise UserError(f"{why}: use accelerate_configs/zero2.yaml, or leave it out")
     section = config.get("deepspeed_config") or {}
-    file = options.deepspeed_config or section.get("deepspeed_config_file")
-    return str(find_file(str(file), script, "ds_configs")) if file else None
+    file = option or section.get("deepspeed_config_file")
+    return str(find_file(file, script, "ds_configs")) if file else None
 
 
 def count_processes(
@@ -192,7 +195,7 @@ def count_processes(
             import torch
 
             number *= torch.accelerator.device_count() or 1  # none: the CPU
-    processes = environment.parse_int("num_processes", number, path, minimum=1)
+    processes = parse_int("num_processes", number, path, minimum=1)
     if processes % machines:
         remedy = f"pass --num_processes {machines * max(1, processes // machines)}"
         why = f"{processes} processes cannot be divided equally among {machines} machines"
@@ -204,10 +207,10 @@ def read_config(path: Path) -> dict[str, Any]:
     """Reads an accelerate config file. Raises UserError."""
     loaded = read_yaml(path)
     remedy = "start from one of accelerate_configs/"
-    if not isinstance(loaded, dict) or "distributed_type" not in loaded:
-        raise UserError(f"{path} is not an accelerate config (no distributed_type): {remedy}")
-    if loaded["distributed_type"] not in _TYPES:
-        kind = loaded["distributed_type"]
+    if not isinstance(loaded, dict):
+        raise UserError(f"{path} is not an accelerate config: {remedy}")
+    kind = loaded.get("distributed_type")
+    if kind not in _TYPES:
         raise UserError(f"{path}: distributed_type {kind} is not supported: {remedy}")
     return loaded
 
@@ -249,7 +252,8 @@ def accelerate_environment(request: Request) -> dict[str, str]:
     ]  # fmt: skip
     try:
         options, config, has_precision = validate(launch.launch_command_parser().parse_args(words))
-        options.num_machines, options.main_process_port = 1, 0  # the launcher's work, not its
+        options.num_machines = 1  # several are the launcher's work, not accelerate's
+        options.main_process_port = 0
         if options.use_deepspeed:
             fields = [*config.deepspeed_config, *["mixed_precision"] * has_precision]
             options.deepspeed_fields_from_accelerate_config = ",".join(fields)
@@ -257,10 +261,14 @@ def accelerate_environment(request: Request) -> dict[str, str]:
             env = prepare_deepspeed_cmd_env(options)[1]
         else:
             env = prepare_multi_gpu_env(options)
-    except (ValueError, AssertionError, FileNotFoundError, RuntimeError) as error:
+    except (ValueError, AssertionError, OSError, RuntimeError) as error:
         raise UserError(f"accelerate cannot start this: {first_line(error)}") from error
-    for name in (environment.THREADS, "PYTHONPATH", "MASTER_ADDR", "MASTER_PORT"):
-        env.pop(name, None)
+    ours = (environment.THREADS, "PYTHONPATH", "MASTER_ADDR", "MASTER_PORT")
+    changed = {
+        name: value
+        for name, value in env.items()
+        if name not in ours and os.environ.get(name) != value
+    }
     if request.use_cpu:
-        env["ACCELERATE_USE_CPU"] = "true"  # it does so for a single process only
-    return {name: value for name, value in env.items() if os.environ.get(name) != value}
+        changed["ACCELERATE_USE_CPU"] = "true"  # it does so for a single process only
+    return changed

@@ -30,16 +30,20 @@ def autocast(accelerator: Accelerator) -> torch.autocast:
     return torch.autocast(accelerator.device.type, dtype)
 
 
-def auto_precision(device: int | None) -> tuple[str, str]:
-    """(no, bf16 or fp16; why): what the accelerate config enables, or else the GPU `device` (None:
-    the CPU) computes fast.
+def auto_precision(device: str) -> tuple[str, str]:
+    """(no, bf16 or fp16; why): what the accelerate config enables, or else this process's
+    device computes fast. `device`: its type.
 
     Its `no` counts for nothing: launchers set it by default.
     """
     enabled = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if enabled != "no":
         return enabled, "the accelerate config says so"
-    return _of_cpu() if device is None else _of_gpu(device)
+    if device == "cpu":
+        return _of_cpu()
+    if device == "cuda":
+        return _of_gpu()
+    return "no", f"unknown device {device}"
 
 
 def _of_cpu() -> tuple[str, str]:
@@ -54,13 +58,11 @@ def _of_cpu() -> tuple[str, str]:
     return "no", f"{name} is not faster in bf16"
 
 
-def _of_gpu(device: int) -> tuple[str, str]:
+def _of_gpu() -> tuple[str, str]:
     import torch
 
-    if not torch.cuda.is_available():
-        return "no", f"unknown device {torch.accelerator.current_accelerator()}"
-    name = torch.cuda.get_device_name(device)
-    capability = torch.cuda.get_device_capability(device)
+    name = torch.cuda.get_device_name()
+    capability = torch.cuda.get_device_capability()
     if torch.version.hip or capability >= _HAS_BF16:
         return "bf16", f"{name} supports it"
     if capability >= _HAS_FAST_FP16:

@@ -17,8 +17,7 @@ from toolkit.launch.exit_state import exit_state
 from toolkit.launch.failure import exit_with
 from toolkit.launch.heartbeat import Board, Failure
 from toolkit.launch.machines import name_machine
-from toolkit.launch.meet import Hello, connect, meet
-from toolkit.utils.versions import comparable_versions
+from toolkit.launch.meet import Hello, facts_to_compare, meet
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -60,8 +59,9 @@ def _connect(prefix: str) -> Store:
     the last one hold addresses of processes that are gone."""
     from torch.distributed import PrefixStore
 
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = connect(address, port, timeout_seconds("rendezvous_timeout"))
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    store = network.connect_store(address, port, timeout_seconds("rendezvous_timeout"))
     return PrefixStore(f"toolkit/{prefix} of attempt {environment.attempt()}", store)
 
 
@@ -74,27 +74,22 @@ def list_machines() -> list[str]:
 
 
 def _meet(place: Place, device: str) -> World:
-    address, server = os.environ["MASTER_ADDR"], None
+    address = os.environ["MASTER_ADDR"]
+    server = None
     if not environment.launcher_serves_store():
         if network.is_this_machine(address):
             address = os.environ["MASTER_ADDR"] = network.address_to_serve(address, place.is_local)
         if place.rank == 0:
             server = network.serve_store(address, int(os.environ["MASTER_PORT"]))
-    facts = {**comparable_versions(sys.argv[0]), "device": device, "processes": place.world_size}
-    remedies = {
-        "missing": "start them too, with the same number of processes",
-        "twin": "give each its own RANK (and NODE_RANK to each machine)",
-    }
+    facts = facts_to_compare(sys.argv[0], device, place.world_size)
     names = [f"rank {rank}" for rank in range(place.world_size)]
+    remedy = "start them too, with the same number of processes"
     seconds = timeout_seconds("rendezvous_timeout")
-    store = _connect("meeting")
-    hellos = meet(store, address, place.rank, names, facts, remedies, seconds)
+    hellos = meet(_connect("meeting"), address, place.rank, names, facts, remedy, seconds)
     nodes: dict[str, list[Hello]] = {}
     for hello in hellos:
         nodes.setdefault(hello.node, []).append(hello)
-    machines = []
-    for members in nodes.values():
-        machines.append((members[0].host, [hello.number for hello in members]))
+    machines = [(node[0].host, [hello.number for hello in node]) for node in nodes.values()]
     if len(machines) > 1:
         _watch(_connect("heartbeats"), machines, place.rank)
     return World(_connect("ranks"), machines, server)
@@ -105,7 +100,8 @@ def _watch(store: Store, machines: list[tuple[str, list[int]]], rank: int) -> No
     firsts = [ranks[0] for _, ranks in machines]
     if rank not in firsts:
         return
-    names, me = [name_machine(*machine) for machine in machines], firsts.index(rank)
+    names = [name_machine(*machine) for machine in machines]
+    me = firsts.index(rank)
     board = exit_state.board = Board(store, names, me, timeout_seconds("peer_timeout"))
     atexit.register(board.finish)
     threading.Thread(target=_exit_on_failure, args=(board, names[me]), daemon=True).start()

@@ -30,8 +30,9 @@ class StopRequested(Exception):  # noqa: N818
 
 def stop_requested() -> int:
     """The number of a stop signal that this process has received and not yet handled; 0: none."""
-    signals = exit_state.signals
-    return signals.requested if signals else 0
+    if exit_state.signals is None:
+        return 0
+    return exit_state.signals.requested
 
 
 def install_handler(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
@@ -52,7 +53,8 @@ class StopSignals:
     def __init__(self, prints: bool) -> None:
         self.requested = 0
         """The signal's number; 0: none."""
-        self._prints, self._since = prints, 0.0
+        self._prints = prints
+        self._since = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:

@@ -100,5 +100,6 @@ def requested_of_accelerate(words: Sequence[str]) -> tuple[int, str]:
         return options.num_processes, "accelerate launch --num_processes"
     # without a file it silently uses the user's default one
     file = Path(options.config_file or config_args.default_config_file)
-    config = read_config(file) if file.is_file() else {}
-    return int(config.get("num_processes", 1)), str(file)
+    if not file.is_file():
+        return 1, "accelerate launch"
+    return int(read_config(file).get("num_processes", 1)), str(file)

@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING, Any
 from toolkit.errors import UserError, first_line
 from toolkit.launch import environment, precision, ranks, strategy
 from toolkit.launch.environment import Place, timeout_seconds
-from toolkit.launch.exit_state import exit_state, stop_with_parent
+from toolkit.launch.exit_state import exit_state
+from toolkit.launch.meet import device_type
 from toolkit.launch.precision import AUTO
 from toolkit.launch.strategy import is_set
 from toolkit.utils import collector, versions
+from toolkit.utils.children import stop_with_parent
 from toolkit.utils.log import logger
 from toolkit.utils.memory import read_cgroup
 
 if TYPE_CHECKING:
-    import torch
     from accelerate import Accelerator
     from torch.distributed import Store
 
 _LOG_SECONDS = 60.0
-_STARTERS = ("accelerate", "torchrun", "deepspeed", "mpirun", "srun")
 
 
 def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Accelerator:
@@ -64,9 +64,11 @@ def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Acce
 
 def _stop_with_launcher(place: Place) -> None:
     """Otherwise this process would train on when its launcher is killed."""
-    if place.launcher == "toolkit" or (place.launcher in _STARTERS and place.is_local):
+    if place.launcher in ("python", "environment"):
+        return
+    if place.launcher == "toolkit" or place.is_local:
         stop_with_parent()
-    elif place.launcher in _STARTERS and place.local_rank:
+    elif place.local_rank:
         stop_with_parent(signal.SIGKILL)  # local rank 0 says which launcher it was (`ranks`)
 
 
@@ -90,24 +92,23 @@ def _cores_per_process(place: Place) -> int:
     quota, _, period = read_cgroup("cpu.max").partition(" ")
     if quota.isdigit():
         cores = min(cores, math.ceil(int(quota) / int(period)))
-    per_task = os.environ.get("SLURM_CPUS_PER_TASK", "")
-    if place.launcher == "srun" and per_task.isdigit():
-        return min(cores, int(per_task))  # Slurm may have bound each task to its cores already
-    return max(1, cores // place.local_world_size)
+    share = cores // place.local_world_size
+    if place.launcher == "srun":  # may have bound each task to its cores already
+        share = min(cores, int(os.environ.get("SLURM_CPUS_PER_TASK", share)))
+    return max(1, share)
 
 
 def _choose_device(place: Place) -> str:
     """The type of this process's device. Raises UserError for more processes than GPUs here."""
     import torch
 
-    accelerator = torch.accelerator.current_accelerator()
-    if is_set("ACCELERATE_USE_CPU") or not torch.accelerator.is_available() or accelerator is None:
+    device = "cpu" if is_set("ACCELERATE_USE_CPU") else device_type()
+    if device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as DeepSpeed would find with a warning
-        return "cpu"
     # for a further model the variables are torch's, no longer the scheduler's
-    if exit_state.world is None and accelerator.type == "cuda" and place.world_size > 1:
+    if exit_state.world is None and device == "cuda" and place.world_size > 1:
         _check_number_of_gpus(place, torch.cuda.device_count())
-    return accelerator.type
+    return device
 
 
 def _check_number_of_gpus(place: Place, devices: int) -> None:
@@ -168,19 +169,19 @@ def verify_world(place: Place) -> None:
     import torch
     from accelerate import PartialState
 
-    state, joined = PartialState(), 1
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        ones: torch.Tensor = torch.ones(1, device=state.device)
-        torch.distributed.all_reduce(ones)
-        joined = int(ones.item())
+    state = PartialState()
+    joined = torch.ones(1, device=state.device)
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(joined)
+    count = min(int(joined), state.num_processes)
     number, source = strategy.requested_processes(place)
-    if number == joined == state.num_processes:
-        return
-    host = socket.gethostname()
-    count = f"{joined} joined (this one counts {state.num_processes}, on {host})"
-    fault = f"{source} asks for {number} processes, and {count}: nothing was read or trained"
-    way = "`accelerate launch SCRIPT --config_file FILE` (file after the script)"
-    raise UserError(f"{fault}. Start with {way} or `torchrun --nproc_per_node {number}`")
+    if count != number:
+        fault = f"{source} asks for {number} processes, and {count} joined"
+        way = "`accelerate launch SCRIPT --config_file FILE` (file after the script)"
+        raise UserError(
+            f"{fault}: nothing was read or trained. Start with {way} or "
+            f"`torchrun --nproc_per_node {number}`"
+        )
 
 
 # --- the accelerator
@@ -189,15 +190,11 @@ def verify_world(place: Place) -> None:
 def _choose_precision(setting: str | None, place: Place, device: str) -> tuple[str | None, str]:
     """(the precision, why), as rank 0 chooses it: it alone reads the checkpoint to resume, and its
     device decides for `auto`."""
-    import torch
     from accelerate.utils import broadcast_object_list
 
     choice = [setting, ""]
     if setting == AUTO:
-        index = None
-        if device != "cpu":
-            index = place.local_rank % torch.accelerator.device_count()
-        choice = list(precision.auto_precision(index))
+        choice = list(precision.auto_precision(device))
     if place.world_size > 1:
         broadcast_object_list(choice)
     return choice[0], str(choice[1])
@@ -225,20 +222,15 @@ def _create(
         file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
         where = file if uses_deepspeed else f"--mixed_precision {mixed_precision}"
         raise UserError(f"{where}: {first_line(error)}") from error
-    _check_accelerator(accelerator, mixed_precision, uses_deepspeed)
+    _check_precision(accelerator, mixed_precision)
     if on_cpu and accelerator.mixed_precision == "fp16":
         # otherwise accelerate computes in fp32, or shards in fp16, and does not scale the loss
         accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
     return accelerator
 
 
-def _check_accelerator(
-    accelerator: Accelerator, mixed_precision: str | None, uses_deepspeed: bool
-) -> None:
+def _check_precision(accelerator: Accelerator, mixed_precision: str | None) -> None:
     """Raises UserError if it is not what was requested."""
-    if uses_deepspeed and str(accelerator.distributed_type) != "DistributedType.DEEPSPEED":
-        remedy = "leave out use_cpu: true, or see `python -m deepspeed.env_report`"
-        raise UserError(f"DeepSpeed was requested, but accelerate does not use it: {remedy}")
     actual = accelerator.mixed_precision
     if actual not in ("no", "bf16", "fp16"):
         raise UserError(f"mixed_precision {actual} is not supported: pass --mixed_precision bf16")
@@ -267,15 +259,17 @@ def log_on_main(accelerator: Accelerator, line: str, level: int = logging.INFO) 
 def wait_for_all(what: str) -> None:
     """A barrier without a timeout: a collective would time out while one machine works on `what`,
     which rank 0 logs."""
-    world, size = exit_state.world, int(os.environ.get("WORLD_SIZE", 1))
-    if world is None or size == 1:
+    world = exit_state.world
+    if world is None:
         return
+    place = environment.place_of(os.environ)
     world.barriers += 1
-    key, deadline = f"barrier {world.barriers}", time.monotonic() + _LOG_SECONDS
+    key = f"barrier {world.barriers}"
+    log_time = time.monotonic() + _LOG_SECONDS
     world.store.add(key, 1)
-    while world.store.add(key, 0) < size:
-        if os.environ["RANK"] == "0" and time.monotonic() > deadline:
-            deadline = math.inf
+    while world.store.add(key, 0) < place.world_size:
+        if place.rank == 0 and time.monotonic() > log_time:
+            log_time = math.inf
             logger.info(f"waiting for the other processes: {what}")
         time.sleep(0.05)
 

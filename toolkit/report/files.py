@@ -175,7 +175,7 @@ def run_config(folder: Path) -> dict[str, Any]:
     """config.json of a run. Raises UserError if `folder` holds none."""
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} is not a run folder: it has no config.json")
-    config = read_table(folder / "config.json", {})
+    config = read_table(folder / "config.json")
     if "data" not in config:
         raise UserError(f"{folder} is not a run folder: its config.json is that of a model")
     return config

@@ -16,9 +16,9 @@ from filelock import FileLock, Timeout
 
 from toolkit import config
 from toolkit.errors import UserError
-from toolkit.launch.children import run_child
 from toolkit.launch.options import split_arguments
 from toolkit.utils.cache import digest_of_file
+from toolkit.utils.children import run_child
 from toolkit.utils.files import replace_file
 
 _STOP_SECONDS = 60.0

@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,6 @@ import yaml
 
 from toolkit.errors import UserError, first_line
 
-Kinds = Mapping[str, tuple[Callable[[Any], bool], str]]
-"""Key -> (a test that its value must pass unless it is null, a description of valid values)."""
 _DISK_ERROR = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_container|iostream")
 _DRAFTS = re.compile(r"\.(?P<name>.+)\.(?P<kind>draft|old)-[0-9a-f]{16}")
 
@@ -67,34 +65,31 @@ def replace_file(path: Path, flush: bool = True) -> Iterator[Path]:
 def replace_folder(
     path: Path,
     overwrite: bool = False,
-    check_old: Callable[[Path], object] = lambda old: None,
 ) -> Iterator[Path]:
     """Yields an empty draft folder, and renames it to `path` when the block succeeds.
 
     Its content is on the disk before. Without `overwrite` it raises OSError if there is anything
-    but an empty folder at `path`; with it, `check_old` gets the old content, moved aside, and may
-    raise to restore it. If the block fails (Ctrl-C included), the draft is removed."""
+    but an empty folder at `path`. If the block fails (Ctrl-C included), the draft is removed."""
     draft = draft_path(path)
     try:
         draft.mkdir(parents=True)
         yield draft
         for written in [*draft.rglob("*"), draft]:
             flush_path(written)
-        _move(draft, path, overwrite, check_old)
+        _move(draft, path, overwrite)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
     flush_path(path.parent)
 
 
-def _move(draft: Path, path: Path, overwrite: bool, check_old: Callable[[Path], object]) -> None:
+def _move(draft: Path, path: Path, overwrite: bool) -> None:
     if not overwrite or not os.path.lexists(path):
         draft.rename(path)  # OSError if anything but an empty folder is there
         return
     old = draft_path(path, "old")
     path.rename(old)
     try:
-        check_old(old)
         draft.rename(path)
     except BaseException:
         old.rename(path)
@@ -145,8 +140,6 @@ def explain_write_errors(path: Path, state: str = "nothing was left behind") -> 
     at `path` then."""
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:
         # safetensors, tokenizers and PyTorch's zip writer raise other errors than OSError
         if not isinstance(error, OSError) and not _DISK_ERROR.search(str(error)):
@@ -174,8 +167,8 @@ def nan_to_none(content: Any) -> Any:
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
-def read_table(path: Path, kinds: Kinds) -> dict[str, Any]:
-    """Reads a JSON object and checks its values. Raises UserError naming the file and the key."""
+def read_table(path: Path) -> dict[str, Any]:
+    """Reads a JSON object. Raises UserError naming the file."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -184,11 +177,6 @@ def read_table(path: Path, kinds: Kinds) -> dict[str, Any]:
         raise UserError(f"{path} is not JSON ({error})") from None
     if not isinstance(table, dict):
         raise UserError(f"{path} holds a {type(table).__name__} where a table should be")
-    for key, (fits, description) in kinds.items():
-        value = table.get(key)
-        if value is not None and not fits(value):
-            text = json.dumps(value)[:60]
-            raise UserError(f"{path}: {key} is {text} and should be {description}")
     return table
 
 

@@ -118,8 +118,7 @@ def _glibc() -> Any:
         return None
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return None
-    libc = ctypes.CDLL(None)
-    return libc if hasattr(libc, "mallopt") else None
+    return ctypes.CDLL(None)
 
 
 @functools.cache
@@ -130,11 +129,6 @@ def machine_memory() -> int:
     size = psutil.virtual_memory().total
     limit = read_cgroup("memory.max")
     return min(size, int(limit)) if limit.isdigit() else size
-
-
-def container_memory() -> list[str]:
-    """A container's memory limit, use and statistics; empty if there are none."""
-    return [read_cgroup(f"memory.{name}") for name in ("max", "current", "stat")]
 
 
 def read_cgroup(name: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Container
 from typing import Any
 
 import torch
@@ -18,16 +17,15 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
-def autograd_nodes(output: torch.Tensor, until: Container[Any] = ()) -> list[Any]:
-    """The nodes of an output's autograd graph, without those behind `until`."""
+def autograd_nodes(output: torch.Tensor) -> list[Any]:
+    """The nodes of an output's autograd graph."""
     nodes: dict[Any, None] = {}
     queue: list[Any] = [output.grad_fn]
     while queue:
         node = queue.pop()
         if node is not None and node not in nodes:
             nodes[node] = None
-            if node not in until:
-                queue += [function for function, _ in node.next_functions]
+            queue += [function for function, _ in node.next_functions]
     return list(nodes)
 
 

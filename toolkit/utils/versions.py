@@ -17,10 +17,6 @@ PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "pef
 ALL_PACKAGES = (*PACKAGES, "tokenizers", "safetensors")
 Table = tuple[str, Mapping[str, Any]]
 """(host, its {name: version})."""
-_OTHER_WAYS = {
-    "device": "`toolkit doctor` on the machine with cpu shows why torch sees no GPU there",
-    "python": "use the same Python on all machines",
-}
 _ROOT = Path(__file__).resolve().parent.parent  # the package
 
 
@@ -128,7 +124,8 @@ def remedy(tables: Sequence[Table]) -> str:
         ways.append(f"`pip install {' '.join(pins)}` on the others")
     if names & {"code", "toolkit"}:
         ways.append("copy the same code to all machines (`git pull`, or rsync the folder)")
-    for name, way in _OTHER_WAYS.items():
-        if name in names:
-            ways.append(way)
+    if "python" in names:
+        ways.append("use the same Python on all machines")
+    if "device" in names:
+        ways.append("`toolkit doctor` on the machine with cpu shows why torch sees no GPU there")
     return ", and ".join(ways)

@@ -17,7 +17,7 @@ from tests.runs import ROOT, begin, lines_of, start, wait_for_steps
 from toolkit import cli
 from toolkit.errors import UserError
 from toolkit.features.sweep import command as sweep
-from toolkit.launch import children
+from toolkit.utils import children
 
 Sweep = Callable[..., str]
 # A recipe without a model: its metric is 1 / x; it sleeps in each step, and resumes. For x == --hangs it takes one step

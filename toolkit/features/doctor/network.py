@@ -25,7 +25,7 @@ def check(machines: Machines, timeout: float) -> Iterator[Finding]:
     import torch
 
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    interface = network.local_addresses().get(network.source_address_for(machines.first) or "")
+    interface = network.local_addresses().get(network.source_address_for(machines.first))
     if interface is None:
         yield Finding("interface", "fail", f"no interface leads to {machines.first}", "ip -br link")
         return

@@ -27,11 +27,11 @@ from typing import Any, NoReturn
 from toolkit.errors import UserError
 from toolkit.features.verify.feature import CONFIGS
 from toolkit.features.verify.numbers import EVALUATION, LOSS, NORM, Numbers
-from toolkit.launch.children import run_child
 from toolkit.launch.environment import OTHER_RANDOMNESS
 from toolkit.launch.options import count_processes, find_file, read_config, split_arguments
 from toolkit.training.verified import write_record
 from toolkit.utils.cache import digest_of_file
+from toolkit.utils.children import run_child
 from toolkit.utils.files import nan_to_none
 from toolkit.utils.log import logger
 

@@ -4,6 +4,7 @@ ended when they hang."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import re
@@ -18,7 +19,6 @@ from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 import psutil
 
 from toolkit.errors import last_error
-from toolkit.launch.exit_state import stop_with_parent
 
 _POLL_SECONDS = 1.0
 _DUMP_SECONDS = 10.0  # for Python to write the stacks of a process that hangs
@@ -59,6 +59,17 @@ def run_child(
     if child.returncode < 0:
         killed = f"killed by {signal.Signals(-child.returncode).name}; "
     return f"{killed}{last_error(log, start)} ({log})"
+
+
+def stop_with_parent(number: int = signal.SIGTERM) -> None:
+    """Makes Linux send a signal to this process when its parent ends, also after `exec`.
+
+    The kernel watches the thread that forked, so that thread must not end.
+    """
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # prctl(2), PR_SET_PDEATHSIG
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(set_parent_death_signal, number)
 
 
 def _begin() -> None:
