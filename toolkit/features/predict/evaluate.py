@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 
 from toolkit import launch
 from toolkit.config import TaskSettings, build, flat
@@ -28,7 +28,12 @@ from toolkit.evaluation.saved_model import (
     empty_text_warning,
     training_run,
 )
-from toolkit.features.predict.command import read_settings, sibling
+from toolkit.features.predict.command import (
+    empty_rows,
+    read_settings,
+    require_writable,
+    sibling,
+)
 from toolkit.objective.losses import sample_losses
 from toolkit.pretrained import model_digest
 from toolkit.report.files import RunFiles
@@ -76,8 +81,12 @@ def evaluate_file(options: Any) -> None:
     logits = saved.compute_outputs(split)
     if logits is None:
         return
-    answers = replace(saved.answers, labels=labels)
-    evaluation = _evaluate(split, logits, answers)
+    columns = [column for column in (texts, pairs) if column]
+    empty = empty_rows(list(zip(*columns, strict=True)))
+    if empty:
+        logger.warning(empty_text_warning(empty, len(texts)))
+    if pairs:
+        texts = list(map(join_pair, texts, pairs))
     data = {
         **labels.facts(),
         "samples": {split.name: len(split)},
@@ -88,25 +97,37 @@ def evaluate_file(options: Any) -> None:
         "notes": [],
         "total_steps": 0,
     }
-    _warn_of_empty(texts, pairs)
-    if pairs:
-        texts = list(map(join_pair, texts, pairs))
-    with replace_folder(out, options.overwrite) as draft:
+    answers = replace(saved.answers, labels=labels)
+    evaluation = _evaluate(split, logits, answers)
+    lines = _write_folder(out, options, accelerator, data, evaluation, answers, texts)
+    print(f"{len(split)} rows: {evaluation}")
+    for line in [*class_lines(evaluation), *answers.describe(evaluation), *lines]:
+        print(line)
+    print(f"  {out}/report.html, predictions.jsonl, eval.jsonl")
+
+
+def _write_folder(
+    out: Path,
+    options: Any,
+    accelerator: Accelerator,
+    data: dict[str, Any],
+    evaluation: Evaluation,
+    answers: ClassAnswers,
+    texts: list[str],
+) -> list[str]:
+    """Returns the features' lines to print."""
+    settings: Any = build(TaskSettings, {"model_name_or_path": options.model})
+    # invalid as settings: there is no train_file
+    values = {"settings": {**flat(settings), "test_file": options.file}}
+    with replace_folder(out) as draft:
         files = RunFiles(accelerator, draft)
-        settings: Any = build(TaskSettings, {"model_name_or_path": options.model})
-        # invalid as settings: there is no train_file
-        files.write_config(
-            settings, data, {"settings": {**flat(settings), "test_file": options.file}}
-        )
+        files.write_config(settings, data, values)
         files.append_evaluation(evaluation, 0)
         files.write_predictions(evaluation)
         results = (draft, settings, None, evaluation, answers)
         lines = [line for feature in features() for line in feature.results(*results)]
         write_report(draft, evaluation, texts, name=out.resolve().name)
-    print(f"{len(split)} rows: {evaluation}")
-    for line in [*class_lines(evaluation), *answers.describe(evaluation), *lines]:
-        print(line)
-    print(f"  {out}/report.html, predictions.jsonl, eval.jsonl")
+    return lines
 
 
 def _labels_of(options: Any, table: Table, text: str, labels: Labels) -> Labels:
@@ -119,35 +140,12 @@ def _labels_of(options: Any, table: Table, text: str, labels: Labels) -> Labels:
     return chosen
 
 
-def _warn_of_empty(*texts: list[str] | None) -> None:
-    """Names the rows in which a text is empty."""
-    columns = [column for column in texts if column]
-    rows = enumerate(zip(*columns, strict=True))
-    empty = [row for row, parts in rows if not all(map(str.strip, parts))]
-    if empty:
-        logger.warning(empty_text_warning(empty, len(columns[0])))
-
-
 def _output_folder(options: Any) -> Path:
     out = Path(options.output_dir or sibling(Path(options.file), ".evaluation"))
-    if out.exists() and not options.overwrite:
-        raise UserError(f"{out} exists: name another folder with --output_dir, or pass --overwrite")
-    if out.exists() and not _is_evaluation(out):
-        fault = "has other files, which --overwrite would remove"
-        raise UserError(f"{out} {fault}: name another folder")
-    existing_parent = next(parent for parent in out.absolute().parents if parent.exists())
-    if not os.access(existing_parent, os.W_OK):
-        remedy = "name another folder with --output_dir"
-        raise UserError(f"{existing_parent} cannot be written: {remedy}")
+    if out.exists():
+        raise UserError(f"{out} exists: remove it, or name another folder with --output_dir")
+    require_writable(out, "--output_dir")
     return out
-
-
-def _is_evaluation(out: Path) -> bool:
-    """Whether the folder is empty, or looks like one that `toolkit evaluate` has written."""
-    if not out.is_dir():
-        return False
-    names = {path.name for path in out.iterdir()}
-    return not names or ("eval.jsonl" in names and "metrics.jsonl" not in names)
 
 
 def _evaluate(split: Split, logits: np.ndarray, answers: ClassAnswers) -> Evaluation:

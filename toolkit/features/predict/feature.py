@@ -38,9 +38,8 @@ def _add_predict(parser: argparse.ArgumentParser) -> None:
     add("--overwrite", action="store_true", help="replace an existing output")
     add(
         "--probabilities",
-        type=_probabilities,
+        choices=("all", "none"),
         default="all",
-        metavar="all|none|top-K",
         help="which to write [all]",
     )
     add(
@@ -58,7 +57,6 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     add("model", help="a run's model folder, any classifier, or a hub name")
     add("file", help="labelled rows: CSV, TSV, JSON, JSONL or Parquet")
     add("--output_dir", metavar="FOLDER", help="where to write [FILE.evaluation next to the input]")
-    add("--overwrite", action="store_true", help="replace an existing output")
     add(
         "--label_column",
         metavar="NAME",
@@ -106,12 +104,6 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "no", "bf16", "fp16"),
         help="[the accelerate config's, or no]",
     )
-
-
-def _probabilities(text: str) -> str:
-    if not re.fullmatch(r"all|none|top-[1-9]\d*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not all, none or top-3")
-    return text
 
 
 def _positive(text: str) -> int:
