@@ -23,7 +23,6 @@ def _add_correct(parser: argparse.ArgumentParser) -> None:
     add("file", help="the labelled rows that `toolkit folds` has read")
     add("corrections", help="a file that the page of the folds has saved, or label_errors.jsonl")
     add("output", help="the file to write: CSV, TSV, JSON, JSONL or Parquet")
-    add("--overwrite", action="store_true", help="replace an existing output")
     _add_reading(parser)
 
 
