@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,8 @@ def write_page(
     records = [Record.load(folder / f"fold-{fold}") for fold in range(1, len(held_out) + 1)]
     lines: list[dict[str, Any]] = []
     for fold, (record, rows) in enumerate(zip(records, held_out, strict=True), 1):
-        lines += _predictions(folder / f"fold-{fold}", record, rows)
+        lines += _predictions(folder / f"fold-{fold}", record, rows, texts)
     lines.sort(key=lambda line: line["id"])
-    for line in lines:
-        line["text"] = texts[line["id"]]
     write_atomically(folder / "out_of_fold.jsonl", (f"{dumps(line)}\n" for line in lines))
     data = records[0].data
     labels = Labels(data["problem_type"], tuple(data["labels"]), tuple(label_columns))
@@ -76,9 +74,13 @@ def write_page(
     ]
 
 
-def _predictions(run: Path, record: Record, rows: np.ndarray) -> list[dict[str, Any]]:
+def _predictions(
+    run: Path, record: Record, rows: np.ndarray, texts: Sequence[str]
+) -> Iterator[dict[str, Any]]:
     lines = record.of_last(list(record.predictions(run)))
     if record.last.split != "validation" or not lines:
         raise UserError(f"{run}: its predictions are not those of its validation rows")
     fold = int(run.name.removeprefix("fold-"))
-    return [{**line, "id": int(rows[line["id"]]), "fold": fold} for line in lines]
+    for line in lines:
+        row = int(rows[line["id"]])
+        yield {**line, "id": row, "fold": fold, "text": texts[row]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,30 +54,18 @@ def evaluate_file(options: Any) -> None:
     out = _output_folder(options)
     saved = SavedModel(options.model)
     accelerator = launch.make_accelerator(options.mixed_precision)
-    if not isinstance(saved.answers, ClassAnswers):
-        remedy = "the recipe that trained it evaluates a --test_file"
-        raise UserError(f"{options.model} is no classifier: {remedy}")
-    table = read_file(options.file, read_settings(options))
-    text, pair = choose_columns(
-        options.model, table, options.text_column, options.text_pair, options.label_column
-    )
-    labels = _labels_of(options, table, text, saved.answers.labels)
-    line = f"reading the text from {text}, the label from {', '.join(labels.columns)}"
+    rows = _read_rows(options, saved)
+    line = f"reading the text from {rows.text}, the label from {', '.join(rows.labels.columns)}"
     launch.log_on_main(accelerator, line)
-    max_length = saved.choose_max_length(options.max_length, pair is not None)
-    facts = {
-        "file": table.digest,
-        "rows": len(table),
-        "columns": ", ".join(filter(None, [text, pair, *labels.columns])),
-        "tokens": max_length,
-        "model": model_digest(options.model),
-    }
+    facts = rows.facts(options.model)
     launch.require_equal(accelerator, "the file, the model and the options", facts)
-    saved.load(accelerator, max_length, options.per_device_batch_size, options.max_tokens_per_batch)
-    texts = saved.read_texts(table, text)
-    pairs = saved.read_texts(table, pair) if pair else None
+    sizes = (options.per_device_batch_size, options.max_tokens_per_batch)
+    saved.load(accelerator, rows.max_length, *sizes)
+    texts = saved.read_texts(rows.table, rows.text)
+    pairs = saved.read_texts(rows.table, rows.pair) if rows.pair else None
     split = saved.tokenize(texts, pairs, json.dumps(facts))
-    split = replace(split, name=Path(options.file).name, labels=labels.encode(table))
+    name = Path(options.file).name
+    split = replace(split, name=name, labels=rows.labels.encode(rows.table))
     logits = saved.compute_outputs(split)
     if logits is None:
         return
@@ -87,32 +75,73 @@ def evaluate_file(options: Any) -> None:
         logger.warning(empty_text_warning(empty, len(texts)))
     if pairs:
         texts = list(map(join_pair, texts, pairs))
-    data = {
-        **labels.facts(),
-        "samples": {split.name: len(split)},
-        "text_column": text,
-        "max_length": max_length,
-        "digest": table.digest,
-        "file_digests": {split.name: table.digest},
-        "notes": [],
-        "total_steps": 0,
-    }
-    answers = replace(saved.answers, labels=labels)
-    evaluation = _evaluate(split, logits, answers)
-    lines = _write_folder(out, options, accelerator, data, evaluation, answers, texts)
+    evaluation = _evaluate(split, logits, rows.answers)
+    lines = _write_folder(out, options, accelerator, rows, evaluation, texts)
     print(f"{len(split)} rows: {evaluation}")
-    for line in [*class_lines(evaluation), *answers.describe(evaluation), *lines]:
+    for line in [*class_lines(evaluation), *rows.answers.describe(evaluation), *lines]:
         print(line)
     print(f"  {out}/report.html, predictions.jsonl, eval.jsonl")
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A labelled file, and which of its columns are read."""
+
+    table: Table
+    text: str
+    pair: str | None
+    answers: ClassAnswers
+    """The model's, with the columns of labels in this file."""
+    max_length: int
+
+    @property
+    def labels(self) -> Labels:
+        return self.answers.labels
+
+    def facts(self, model: str) -> dict[str, Any]:
+        """What all processes must agree on."""
+        return {
+            "file": self.table.digest,
+            "rows": len(self.table),
+            "columns": ", ".join(filter(None, [self.text, self.pair, *self.labels.columns])),
+            "tokens": self.max_length,
+            "model": model_digest(model),
+        }
+
+    def data(self, split: str) -> dict[str, Any]:
+        """`data` of a run's config.json."""
+        return {
+            **self.labels.facts(),
+            "samples": {split: len(self.table)},
+            "text_column": self.text,
+            "max_length": self.max_length,
+            "digest": self.table.digest,
+            "file_digests": {split: self.table.digest},
+            "notes": [],
+            "total_steps": 0,
+        }
+
+
+def _read_rows(options: Any, saved: SavedModel) -> _Rows:
+    """Raises UserError for a file without texts or labels of the model."""
+    if not isinstance(saved.answers, ClassAnswers):
+        remedy = "the recipe that trained it evaluates a --test_file"
+        raise UserError(f"{options.model} is no classifier: {remedy}")
+    table = read_file(options.file, read_settings(options))
+    text, pair = choose_columns(
+        options.model, table, options.text_column, options.text_pair, options.label_column
+    )
+    labels = _labels_of(options, table, text, saved.answers.labels)
+    max_length = saved.choose_max_length(options.max_length, pair is not None)
+    return _Rows(table, text, pair, replace(saved.answers, labels=labels), max_length)
 
 
 def _write_folder(
     out: Path,
     options: Any,
     accelerator: Accelerator,
-    data: dict[str, Any],
+    rows: _Rows,
     evaluation: Evaluation,
-    answers: ClassAnswers,
     texts: list[str],
 ) -> list[str]:
     """Returns the features' lines to print."""
@@ -121,10 +150,10 @@ def _write_folder(
     values = {"settings": {**flat(settings), "test_file": options.file}}
     with replace_folder(out) as draft:
         files = RunFiles(accelerator, draft)
-        files.write_config(settings, data, values)
+        files.write_config(settings, rows.data(evaluation.split), values)
         files.append_evaluation(evaluation, 0)
         files.write_predictions(evaluation)
-        results = (draft, settings, None, evaluation, answers)
+        results = (draft, settings, None, evaluation, rows.answers)
         lines = [line for feature in features() for line in feature.results(*results)]
         write_report(draft, evaluation, texts, name=out.resolve().name)
     return lines
