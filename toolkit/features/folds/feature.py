@@ -40,7 +40,8 @@ FEATURE = Feature(
         "find wrong labels by cross-validation",
         "toolkit.features.folds.command:run",
         _add_folds,
-        usage="toolkit folds RECIPE.py [SETTINGS.yaml] --train_file FILE [--folds N] [--name value ...]",
+        usage="toolkit folds RECIPE.py [SETTINGS.yaml] --train_file FILE [--folds N] "
+        "[--name value ...]",
         description="Trains N models, each without a part of the rows, which it then predicts. All "
         "other options are passed to the recipe. The same command continues after an interruption.",
         relaunches=False,

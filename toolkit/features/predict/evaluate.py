@@ -1,4 +1,5 @@
-"""`toolkit evaluate MODEL FILE`: metrics, predictions and a report of a saved model on labelled rows."""
+"""`toolkit evaluate MODEL FILE`: metrics, predictions and a report of a saved model on labelled
+rows."""
 
 from __future__ import annotations
 
@@ -178,7 +179,8 @@ def _output_folder(options: Any) -> Path:
 
 
 def _evaluate(split: Split, logits: np.ndarray, answers: ClassAnswers) -> Evaluation:
-    """Evaluates on the main process, with the plain loss: no class weights or other options of training."""
+    """Evaluates on the main process, with the plain loss: no class weights or other options of
+    training."""
     compute_metrics = partial(classification_metrics, labels=answers.labels)
     losses = sample_losses(
         torch.from_numpy(logits), torch.from_numpy(split.labels), answers.labels.problem_type

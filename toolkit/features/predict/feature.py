@@ -140,13 +140,21 @@ class PredictFeature(Feature):
 
 FEATURE = PredictFeature(
     Command(
-        "predict", "label every row of a file, or give it a title", "toolkit.features.predict.command:predict_file",
-        _add_predict, "Labels every row of FILE, or writes its title, exactly once, in its order and with its columns.",
+        "predict",
+        "label every row of a file, or give it a title",
+        "toolkit.features.predict.command:predict_file",
+        _add_predict,
+        "Labels every row of FILE, or writes its title, exactly once, in its order and with its "
+        "columns.",
         _EPILOG,
     ),
     Command(
-        "evaluate", "evaluate a classifier on labelled rows: metrics, a report, predictions",
-        "toolkit.features.predict.evaluate:evaluate_file", _add_evaluate,
-        "Writes a folder with eval.jsonl, predictions.jsonl and report.html: each row of FILE counts once.", _EPILOG,
+        "evaluate",
+        "evaluate a classifier on labelled rows: metrics, a report, predictions",
+        "toolkit.features.predict.evaluate:evaluate_file",
+        _add_evaluate,
+        "Writes a folder with eval.jsonl, predictions.jsonl and report.html: each row of FILE "
+        "counts once.",
+        _EPILOG,
     ),
-)  # fmt: skip
+)
