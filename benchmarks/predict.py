@@ -134,7 +134,7 @@ def export(model: str, out: Path, runtime: str) -> Path:
     """The folder of the model in 8 bits, written once."""
     if not out.exists():
         words = ["-m", "toolkit", "export", model, str(out), "--to", runtime, "--int8"]
-        words += ["--max_drop", "100", "--max_changed", "100"]
+        words += ["--max_changed", "100"]
         subprocess.run([sys.executable, *words], cwd=ROOT, check=True, stdout=sys.stderr)
     return out
 

@@ -56,7 +56,7 @@ COMMANDS: dict[str, list[str]] = {
     "recipe, ddp": [*RECIPE, "--config_file", "accelerate_configs/ddp.yaml"],
     "sweep": ["toolkit", "sweep", *RECIPE, "--seeds", "2"],
     "verify": ["toolkit", "verify", *RECIPE, "--config_file", "accelerate_configs/ddp.yaml", "--max_steps", "1"],
-    "export": ["toolkit", "export", ".", "OUT", "--to", "onnx", "--validation_file", "rows.csv", "--max_drop", "100"],
+    "export": ["toolkit", "export", ".", "OUT", "--to", "onnx"],
     "to-bigbird": ["toolkit", "to-bigbird", ".", "OUT"],
     "prepare": ["toolkit", "prepare", "cls", *SETTINGS],
     "doctor": ["toolkit", "doctor"],

@@ -268,9 +268,8 @@ class Collator:
         """(samples,): what each sample adds to the loss denominator."""
         return self.split.loss_denominators(indices)
 
-    def at(self, epoch: int, progress: float) -> Collator:
-        """The collator for a step: another where its batches depend on the epoch (from 0) or the
-        progress (0 to 1)."""
+    def at(self, epoch: int) -> Collator:
+        """The collator for a step: another where its batches depend on the epoch (from 0)."""
         return self
 
     def prepare_model(self, accelerator: Any, model: Any) -> None:

@@ -102,10 +102,6 @@ class Targets:
         """Whether the column is missing or empty, as in the test splits of many hub data sets."""
         return False
 
-    def trial(self, split: Any) -> tuple[Any, Any] | None:
-        """(outputs, truth) of some samples, to try metrics on before training; None: random
-        logits."""
-
     def strata(self, encoded: np.ndarray) -> np.ndarray | None:
         """(samples,) the class of each sample, for a stratified validation split; None if there are
         no classes."""

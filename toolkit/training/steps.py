@@ -264,7 +264,7 @@ class Steps:
             )
             for number in of_epoch:
                 indices = order[number % schedule.steps_per_epoch]
-                collate = self._collate.at(epoch, number / max(1, schedule.total_steps - 1))
+                collate = self._collate.at(epoch)
                 denominator = collate.loss_denominators(indices).sum().item()
                 # 1 if no text has a target token: their loss is 0
                 yield Step(self, number + 1, indices, collate, denominator or 1)

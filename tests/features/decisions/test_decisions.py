@@ -24,7 +24,7 @@ JOBS = {
     "plain": [],
     "two": [
         "--tune_thresholds",
-        "cost=1:4",
+        "precision_at_recall=0.9",
         "--positive_class",
         "neg",
         "--calibrate",

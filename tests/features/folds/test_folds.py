@@ -18,7 +18,7 @@ from toolkit.config import TextSettings
 from toolkit.data.labels import MULTI, SINGLE, Labels
 from toolkit.data.read import read_file
 from toolkit.features.folds import command, correct
-from toolkit.features.folds.page import balanced_skill, write_page
+from toolkit.features.folds.page import write_page
 from toolkit.features.folds.split import held_out_rows, row_digest, texts_of, write_part
 from toolkit.features.folds.suspects import find_suspects
 
@@ -74,8 +74,6 @@ def test_planted_errors_are_found_the_most_certain_first() -> None:
     ]  # fmt: skip
     (found,) = find_suspects(lines, several, Labels(MULTI, NAMES, ("tags",)))
     assert (found["id"], found["label"]) == (4, ["a", "b"])
-    assert balanced_skill(truth, np.zeros(60, int)) == 0
-    assert balanced_skill(truth, truth) == 1
 
 
 @pytest.fixture

@@ -114,9 +114,12 @@ def test_pairs_and_the_model_that_processes_compare(
         encoding="utf-8"
     )
     (model / "decisions.json").write_text('{"labels": ["a", "b"], "temperature": 2.0}')
-    evaluate("--text_pair", "reply", "--overwrite")
+    refusal(evaluate, "--text_pair", "reply", says=["pairs.evaluation exists", "--output_dir"])
+    again = ("--output_dir", str(tmp_path / "again"))
+    evaluate("--text_pair", "reply", *again)
     assert len({each["model"] for each in facts}) == len(facts) == 2
     (tmp_path / "config.json").write_text(
         json.dumps({"settings": {}, "data": {"text_pair": "second"}, **REST})
     )  # of the model's run
-    refusal(evaluate, "--overwrite", says=["pairs.csv has no column 'second'", "--text_pair"])
+    third = ("--output_dir", str(tmp_path / "third"))
+    refusal(evaluate, *third, says=["pairs.csv has no column 'second'", "--text_pair"])

@@ -24,9 +24,7 @@ from toolkit.cli import build_parser
 from toolkit.config import TextSettings
 from toolkit.data import read, table, write
 from toolkit.data.labels import Labels
-from toolkit.evaluation.answers import Answers
 from toolkit.features.predict import command as predict_file
-from toolkit.features.predict.columns import columns_of
 from toolkit.features.predict.parts import Parts
 
 WORDS = ("good", "bad", "film", "book", "very", "room", "dull", "fine")
@@ -102,8 +100,6 @@ def test_windows_and_repeated_texts(
     assert_same(rows_of(predicted("windows.csv")), whole)
     assert re.search(r"\b1 of 70 rows .*\(rows 61\)", capsys.readouterr().err)
     assert not list(tmp_path.glob("*.parts"))
-    predicted("once.csv", window=10**6)
-    assert ", 9 of them repeat another's text" in capsys.readouterr().err
 
 
 @pytest.mark.multiprocess
@@ -148,7 +144,6 @@ def test_options_that_do_not_fit(predicted: Predict) -> None:
     refusal(predict_file._choose_output, pattern, match="--output")
     texts = build_parser().parse_args(["predict", "m", "--text", "a", "--output", "b.csv"])
     refusal(predict_file.predict_file, texts, match="--output has no effect with --text")
-    refusal(columns_of, Answers(), [], True, "top-2", match="--probabilities top-2")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
@@ -250,17 +245,20 @@ def test_the_quoting_of_the_training_file_is_used(
 @pytest.mark.parametrize("kind", ["tsv", "json", "jsonl", "parquet", "csv.gz", "jsonl.bz2"])
 def test_every_format_is_written_in_parts(predicted: Predict, kind: str) -> None:
     whole = rows_of(predicted("whole.csv"))
-    path = predicted(f"out.{kind}", "--probabilities", "top-2")
+    path = predicted(f"out.{kind}")
     assert kind != "json" or len(json.loads(path.read_text())) == len(whole)
     frame = read.read_file(str(path), TextSettings()).rows.to_pandas()
     for name in ("id", "text", "prediction"):
         assert list(frame[name]) == [row[name] for row in whole]
-    first = frame.iloc[0]
-    best = sorted("abc", key=lambda name: -whole[0][f"probability_{name}"])[:2]
-    flat = "sv" in kind
-    assert ([first["top_1"], first["top_2"]] if flat else list(first["top_classes"])) == best
-    chance = float(first["top_1_probability"] if flat else first["top_probabilities"][0])
-    assert chance == pytest.approx(whole[0][f"probability_{best[0]}"], abs=2e-6)
+    expected = [whole[0][f"probability_{name}"] for name in "abc"]
+    if "sv" in kind:
+        written = [float(frame[f"probability_{name}"][0]) for name in "abc"]
+    else:
+        written = list(frame["probabilities"][0])
+    assert written == pytest.approx(expected, abs=2e-6)
+    answers = predicted(f"answers.{kind}", "--probabilities", "none")
+    names = read.read_file(str(answers), TextSettings()).rows.column_names
+    assert names == ["id", "text", "prediction"]
 
 
 def test_a_file_without_a_header(predicted: Predict, tmp_path: Path, capsys: Any) -> None:

@@ -49,8 +49,8 @@ def attend(
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention `sdpa`: (B, nh, Q, hs) and twice (B, nh, K, hs) -> (B, Q, nh, hs),
-    and no weights. `attention_mask`, to be broadcast to (B, nh, Q, K), is True for keys to attend to,
-    or is added to the scores."""
+    and no weights. `attention_mask`, to be broadcast to (B, nh, Q, K), is True for keys to attend
+    to, or is added to the scores."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     needs_causal_mask = causal and attention_mask is None and query.shape[2] > 1
     is_plain = all(options.get(name) is None for name in _UNSUPPORTED)

@@ -13,16 +13,14 @@ from toolkit.config.parse import section_in
 from toolkit.config.sections import TaskSettings, Values, needs, section
 from toolkit.utils.features import Feature, PagePart
 
-_CRITERIA = re.compile(r"f1|precision_at_recall=(0?\.\d+|1)|cost=\d*\.?\d+:\d*\.?\d+")
+_CRITERIA = re.compile(r"f1|precision_at_recall=(0?\.\d+|1)")
 
 
 def _check_criterion(text: str | None) -> str | None:
     if text is None or _CRITERIA.fullmatch(text):
         return text
-    raise ValueError(
-        "give f1, precision_at_recall=0.9 (the best precision with a recall of at least 90 %), or "
-        "cost=1:5 (cost of a false positive and of a false negative)"
-    )
+    meaning = "the best precision with a recall of at least 90 %"
+    raise ValueError(f"give f1, or precision_at_recall=0.9 ({meaning})")
 
 
 @section
@@ -31,8 +29,7 @@ class DecisionSettings:
     model."""
 
     tune_thresholds: Annotated[str | None, AfterValidator(_check_criterion)] = None
-    """For two classes or several labels: f1, precision_at_recall=0.9, or cost=1:5 (false positive,
-    false negative)."""
+    """For two classes or several labels: f1 or precision_at_recall=0.9."""
     positive_class: str | None = None
     """With two classes, the one whose threshold is tuned; the second one when not given."""
     calibrate: bool = False

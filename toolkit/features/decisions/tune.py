@@ -145,9 +145,6 @@ def best_threshold(truth: np.ndarray, probabilities: np.ndarray, criterion: str)
     kind, _, value = criterion.partition("=")
     if kind == "f1":
         quality = 2 * hits / (hits + alarms + positives)
-    elif kind == "cost":
-        alarm_cost, miss_cost = map(float, value.split(":"))
-        quality = -(alarm_cost * alarms + miss_cost * (positives - hits))
     else:
         precision = hits / np.maximum(hits + alarms, 1)
         quality = np.where(recall >= float(value) - 1e-9, precision, -1)

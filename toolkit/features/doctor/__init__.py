@@ -1,1 +1,2 @@
-"""`toolkit doctor`: problems that keep a run from starting or working, on and between machines, and their remedies."""
+"""`toolkit doctor`: problems that keep a run from starting, on and between machines, and their
+remedies."""

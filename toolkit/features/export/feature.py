@@ -15,14 +15,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("out", help="the folder to create")
     add("--to", choices=("openvino", "onnx"), required=True, help="the runtime")
     add("--int8", action="store_true", help="8 bits, calibrated on the run's training texts")
-    add(
-        "--max_drop", type=float, default=0.5, metavar="POINTS",
-        help="allowed drop of accuracy (regression: of explained variance) in points [0.5]",
-    )  # fmt: skip
-    add(
-        "--max_changed", type=float, default=2.0, metavar="POINTS",
-        help="how many of 100 answers may change, right or wrong [2]",
-    )  # fmt: skip
+    changed = "how many of 100 answers may change; regression: % of unexplained variance [2]"
+    add("--max_changed", type=float, default=2.0, metavar="PERCENT", help=changed)
 
 
 class ExportFeature(Feature):

@@ -1,4 +1,5 @@
-"""`toolkit folds RECIPE`: trains a model for each fold, and reports labels that are probably wrong."""
+"""`toolkit folds RECIPE`: trains a model for each fold, and reports labels that are probably
+wrong."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ def run(options: argparse.Namespace) -> None:
     """Raises UserError for corrections of other rows, and for an output that exists."""
     output = Path(options.output)
     kind = output_format(output)
-    if output.exists() and not options.overwrite:
-        raise UserError(f"{output} exists: name another file, or pass --overwrite")
+    if output.exists():
+        raise UserError(f"{output} exists: name another file")
     settings = reading_settings(vars(options))
     table = read_file(options.file, settings)
     corrections = read_corrections(Path(options.corrections))

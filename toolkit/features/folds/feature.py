@@ -23,7 +23,6 @@ def _add_correct(parser: argparse.ArgumentParser) -> None:
     add("file", help="the labelled rows that `toolkit folds` has read")
     add("corrections", help="a file that the page of the folds has saved, or label_errors.jsonl")
     add("output", help="the file to write: CSV, TSV, JSON, JSONL or Parquet")
-    add("--overwrite", action="store_true", help="replace an existing output")
     _add_reading(parser)
 
 
@@ -41,7 +40,8 @@ FEATURE = Feature(
         "find wrong labels by cross-validation",
         "toolkit.features.folds.command:run",
         _add_folds,
-        usage="toolkit folds RECIPE.py [SETTINGS.yaml] --train_file FILE [--folds N] [--name value ...]",
+        usage="toolkit folds RECIPE.py [SETTINGS.yaml] --train_file FILE [--folds N] "
+        "[--name value ...]",
         description="Trains N models, each without a part of the rows, which it then predicts. All "
         "other options are passed to the recipe. The same command continues after an interruption.",
         relaunches=False,

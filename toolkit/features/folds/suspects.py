@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,64 +77,54 @@ def add_corrections(
     for numbers, columns in table.select(rows).cells(names):
         for number, cells in zip(numbers.tolist(), zip(*columns, strict=True), strict=True):
             digests[number] = row_digest(cells)
-    cells_of = _Cells(lines, table, labels, separator)
+    known = _known_cells(lines, table, labels)
     for suspect in suspects:
         line = suspect["line"]
-        suspect["row_digest"] = digests[suspect["id"]]
-        suspect["cells"] = cells_of(suspect["label"])
         chances = dict(zip(labels.names, line["probabilities"], strict=True))
-        likely: list[Any] = [suspect["label"]]
+        choices: list[Any] = [suspect["label"]]
         shown = sorted({*line["label"], *suspect["label"]})
         if labels.problem_type == SINGLE:
             shown = [line["label"], suspect["label"]]
             ranked = sorted(chances, key=lambda name: -chances[name])[:_MAX_CHOICES]
-            likely += [name for name in ranked if name not in shown]
+            choices += [name for name in ranked if name not in shown]
+        corrections = [_cells_of(label, known, labels.columns, separator) for label in choices]
+        texts = [json.dumps(cells, ensure_ascii=False) for cells in corrections]
         line["shown"] = [(name, chances[name]) for name in shown]
-        suspect["choices"] = [
-            (json.dumps(cells_of(label), ensure_ascii=False), label) for label in likely
-        ]
+        suspect["row_digest"] = digests[suspect["id"]]
+        suspect["cells"] = corrections[0]
+        suspect["choices"] = list(zip(texts, choices, strict=True))
 
 
-class _Cells:
-    """A label -> the cells of the label columns of its row, written as the file writes them."""
+def _known_cells(
+    lines: Sequence[dict[str, Any]], table: Table, labels: Labels
+) -> dict[str, tuple[Any, ...]]:
+    """Label, as JSON -> the cells of the label columns of a row that has it."""
+    by_row = {line["id"]: line["label"] for line in lines}
+    known: dict[str, tuple[Any, ...]] = {}
+    for numbers, columns in table.cells(labels.columns):
+        for number, cells in zip(numbers.tolist(), zip(*columns, strict=True), strict=True):
+            if number in by_row:  # not one that --drop_empty_text left out
+                known.setdefault(json.dumps(by_row[number]), cells)
+    return known
 
-    def __init__(
-        self,
-        lines: Sequence[dict[str, Any]],
-        table: Table,
-        labels: Labels,
-        separator: str | None,
-    ) -> None:
-        self.columns = labels.columns
-        self.separator = separator
-        self.known: dict[str, tuple[Any, ...]] = {}
-        """Label, as JSON -> the cells of a row that has it."""
-        by_row = {line["id"]: line["label"] for line in lines}
-        self.example: tuple[Any, ...] = ()
-        for numbers, columns in table.cells(labels.columns):
-            for number, cells in zip(numbers.tolist(), zip(*columns, strict=True), strict=True):
-                if number in by_row:
-                    self.known.setdefault(json.dumps(by_row[number]), cells)
-                    self.example = cells
 
-    def __call__(self, label: Any) -> dict[str, Any]:
-        known = self.known.get(json.dumps(label))
-        if known is None:
-            known = self._written(label)
-        return dict(zip(self.columns, known, strict=True))
-
-    def _written(self, label: list[str]) -> tuple[Any, ...]:
-        """Several labels that no row has together."""
-        if len(self.columns) > 1:
-            return tuple(
-                type(cell)(int(name in label))
-                for name, cell in zip(self.columns, self.example, strict=True)
-            )
-        if self.separator:
-            return (self.separator.join(label),)
-        if isinstance(self.example[0], str):
-            return (json.dumps(label, ensure_ascii=False),)
-        return (label,)
+def _cells_of(
+    label: Any, known: Mapping[str, tuple[Any, ...]], columns: Sequence[str], separator: str | None
+) -> dict[str, Any]:
+    """Column -> the cell for this label, as the file writes it."""
+    cells = known.get(json.dumps(label))
+    if cells is not None:
+        return dict(zip(columns, cells, strict=True))
+    # several labels that no row has together
+    example = next(iter(known.values()))
+    if len(columns) > 1:
+        types = zip(columns, map(type, example), strict=True)
+        return {name: kind(int(name in label)) for name, kind in types}
+    if separator:
+        return {columns[0]: separator.join(label)}
+    if isinstance(example[0], str):
+        return {columns[0]: json.dumps(label, ensure_ascii=False)}
+    return {columns[0]: label}
 
 
 def error_line(suspect: dict[str, Any]) -> dict[str, Any]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,7 +94,7 @@ def _print_answers(options: Any) -> None:
     outputs = saved.compute_outputs(saved.tokenize(options.text))
     if outputs is None:
         return
-    empty = [row for row, text in enumerate(options.text) if not text.strip()]
+    empty = empty_rows([(text,) for text in options.text])
     if empty:
         logger.warning(empty_text_warning(empty, len(options.text)))
     for text, line in zip(options.text, saved.answers.answers(outputs), strict=True):
@@ -113,16 +112,6 @@ class Window(NamedTuple):
     """(size,): the index in the split of each row's text."""
     empty: list[int]
     """Rows of the file without a text."""
-
-
-@dataclass
-class Totals:
-    """What was computed, for the lines at the end."""
-
-    rows: int = 0
-    texts: int = 0
-    """Distinct ones of each window."""
-    unanswered: int = 0
 
 
 class Prediction:
@@ -172,7 +161,8 @@ class Prediction:
 
     def _columns(self, outputs: Any) -> dict[str, list[Any]]:
         flat = self.kind in DELIMITERS
-        return columns_of(self.saved.answers, outputs, flat, self.options.probabilities)
+        with_probabilities = self.options.probabilities == "all"
+        return columns_of(self.saved.answers, outputs, flat, with_probabilities)
 
     def run(self) -> None:
         """Computes the parts that are missing (of this shard), and joins all unless there are
@@ -198,44 +188,51 @@ class Prediction:
     # --- computing
 
     def _compute(self, finished: dict[int, int]) -> None:
-        """Computes a window while one thread tokenizes the next, and another writes the previous."""
+        """Computes the missing windows of this shard."""
         missing = len(self.table) - sum(end - start for start, end in finished.items())
         if not missing:
             return
         for line in self._start_lines(missing):
             launch.log_on_main(self.accelerator, line)
         options = self.options
-        self.saved.load(
-            self.accelerator,
-            self.max_length,
-            options.per_device_batch_size,
-            options.max_tokens_per_batch,
-        )
+        sizes = (options.per_device_batch_size, options.max_tokens_per_batch)
+        self.saved.load(self.accelerator, self.max_length, *sizes)
         shards = options.shard[1] if options.shard else 1
         bar = Progress(Path(options.file).name, max(1, missing // shards))
-        totals = Totals()
+        with contextlib.closing(bar):
+            rows, empty, unanswered = self._compute_windows(self._windows(finished), bar)
+        if not self.accelerator.is_main_process:
+            return
+        if empty:
+            logger.warning(empty_text_warning(empty, rows))
+        if unanswered:
+            reason = self.saved.answers.no_answer_reason
+            logger.warning(f"{unanswered} of {rows} rows have no answer: {reason}")
+        seconds = max(time.monotonic() - bar.started, 1e-9)
+        logger.info(f"{rows} rows in {seconds:.1f} s ({rows / seconds:.0f} a second)")
+
+    def _compute_windows(
+        self, windows: Iterator[Window], bar: Progress
+    ) -> tuple[int, list[int], int]:
+        """Computes a window while one thread tokenizes the next, and another writes the previous.
+        Returns the number of rows, those with an empty text, and the number without an answer."""
+        rows = 0
         empty: list[int] = []
-        windows = self._windows(finished)
-        with (
-            ThreadPoolExecutor(1, "read") as reader,
-            ThreadPoolExecutor(1, "write") as writer,
-            contextlib.closing(bar),
-        ):
+        unanswered = 0
+        with ThreadPoolExecutor(1, "read") as reader, ThreadPoolExecutor(1, "write") as writer:
             following = reader.submit(next, windows, None)
             written: Future[int] = writer.submit(int)
             while (window := following.result()) is not None:
                 following = reader.submit(next, windows, None)
-                update = partial(_update, bar, totals.rows, window.size)
-                outputs = self.saved.compute_outputs(window.split, update)
-                totals.rows += window.size
-                totals.texts += len(window.split)
+                report = partial(_report_progress, bar, rows, window.size)
+                outputs = self.saved.compute_outputs(window.split, report)
+                rows += window.size
                 empty += window.empty
                 if self.accelerator.is_main_process:
-                    totals.unanswered += written.result()
+                    unanswered += written.result()
                     written = writer.submit(self._write, window, outputs)
-            totals.unanswered += written.result()
-        if self.accelerator.is_main_process:
-            self._log_end(totals, empty, time.monotonic() - bar.started)
+            unanswered += written.result()
+        return rows, empty, unanswered
 
     def _start_lines(self, missing: int) -> Iterator[str]:
         names = " and ".join(self.columns)
@@ -257,18 +254,6 @@ class Prediction:
         option = f"--column_names {','.join(names)}"
         return f"; if the first line is a row, not a header, pass {option}"
 
-    def _log_end(self, totals: Totals, empty: list[int], seconds: float) -> None:
-        if empty:
-            logger.warning(empty_text_warning(empty, totals.rows))
-        if totals.unanswered:
-            reason = self.saved.answers.no_answer_reason
-            rows = f"{totals.unanswered} of {totals.rows} rows"
-            logger.warning(f"{rows} have no answer: {reason}")
-        speed = f"{totals.rows / max(seconds, 1e-9):.0f} a second"
-        if totals.texts < totals.rows:
-            speed += f", {totals.rows - totals.texts} of them repeat another's text"
-        logger.info(f"{totals.rows} rows in {seconds:.1f} s ({speed})")
-
     def _windows(self, finished: dict[int, int]) -> Iterator[Window]:
         """The unfinished windows of this shard."""
         number, shards = self.options.shard or (1, 1)
@@ -288,10 +273,9 @@ class Prediction:
         identity = f"{json.dumps(self.parts.facts)} {start}"
         split = self.saved.tokenize(firsts, seconds[0] if seconds else None, identity)
         ids = start + np.unique(places, return_index=True)[1]
-        empty = [start + row for row, parts in enumerate(texts) if not all(map(str.strip, parts))]
-        return Window(
-            start, len(texts), replace(split, name=self.table.name, rows=ids), places, empty
-        )
+        split = replace(split, name=self.table.name, rows=ids)
+        empty = [start + row for row in empty_rows(texts)]
+        return Window(start, len(texts), split, places, empty)
 
     def _write(self, window: Window, outputs: Any) -> int:
         """Writes a part, and returns the number of rows without an answer. `outputs`: the logits or
@@ -343,8 +327,13 @@ def windows_of(table: Table) -> Iterator[tuple[int, Any]]:
         yield start, pyarrow.concat_tables(waiting)
 
 
-def _update(bar: Progress, before: int, size: int, _: int, part: float) -> None:
-    """Shows the progress of a window of `size` rows, after `before` others."""
+def empty_rows(texts: Sequence[Sequence[str]]) -> list[int]:
+    """The rows in which the text, or one text of a pair, is empty."""
+    return [row for row, parts in enumerate(texts) if not all(map(str.strip, parts))]
+
+
+def _report_progress(bar: Progress, before: int, size: int, _: int, part: float) -> None:
+    """Of a window of `size` rows, after `before` others."""
     rows = before + part * size
     bar.update(round(rows), rows / bar.total)
 
@@ -372,11 +361,9 @@ def sibling(source: Path, ending: str) -> Path:
 def _choose_output(options: Any) -> Path:
     """The file to write. Raises UserError if that is impossible, before any work."""
     source = Path(options.file)
-    if source.is_dir():
-        raise UserError(f"{source} is a folder: toolkit predict MODEL FILE, in this order")
-    if not source.suffix and not source.exists():
-        command = f"toolkit predict MODEL --text {shlex.quote(options.file)}"
-        raise UserError(f"there is no {source}; for a text: {command}")
+    if source.is_dir() or not source.suffix:
+        usage = "toolkit predict MODEL FILE, or toolkit predict MODEL --text TEXT"
+        raise UserError(f"{source} is no file of rows: {usage}")
     if options.output:
         output = Path(options.output)
     elif not source.is_file() and any(mark in source.name for mark in "*?["):
@@ -387,8 +374,12 @@ def _choose_output(options: Any) -> Path:
     output_format(output)
     if output.exists() and not options.overwrite:
         raise UserError(f"{output} exists: name another with --output, or pass --overwrite")
-    if not output.parent.is_dir():
-        raise UserError(f"--output {output}: there is no folder {output.parent}")
-    if not os.access(output.parent, os.W_OK):
-        raise UserError(f"{output.parent} cannot be written: name another file with --output")
+    require_writable(output, "--output")
     return output
+
+
+def require_writable(path: Path, option: str) -> None:
+    """Raises UserError if `path` cannot be created."""
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"{folder} cannot be written: name another place with {option}")

@@ -1,16 +1,17 @@
-"""`toolkit evaluate MODEL FILE`: metrics, predictions and a report of a saved model on labelled rows."""
+"""`toolkit evaluate MODEL FILE`: metrics, predictions and a report of a saved model on labelled
+rows."""
 
 from __future__ import annotations
 
 import json
-import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 
 from toolkit import launch
 from toolkit.config import TaskSettings, build, flat
@@ -28,7 +29,12 @@ from toolkit.evaluation.saved_model import (
     empty_text_warning,
     training_run,
 )
-from toolkit.features.predict.command import read_settings, sibling
+from toolkit.features.predict.command import (
+    empty_rows,
+    read_settings,
+    require_writable,
+    sibling,
+)
 from toolkit.objective.losses import sample_losses
 from toolkit.pretrained import model_digest
 from toolkit.report.files import RunFiles
@@ -49,6 +55,76 @@ def evaluate_file(options: Any) -> None:
     out = _output_folder(options)
     saved = SavedModel(options.model)
     accelerator = launch.make_accelerator(options.mixed_precision)
+    rows = _read_rows(options, saved)
+    line = f"reading the text from {rows.text}, the label from {', '.join(rows.labels.columns)}"
+    launch.log_on_main(accelerator, line)
+    facts = rows.facts(options.model)
+    launch.require_equal(accelerator, "the file, the model and the options", facts)
+    sizes = (options.per_device_batch_size, options.max_tokens_per_batch)
+    saved.load(accelerator, rows.max_length, *sizes)
+    texts = saved.read_texts(rows.table, rows.text)
+    pairs = saved.read_texts(rows.table, rows.pair) if rows.pair else None
+    split = saved.tokenize(texts, pairs, json.dumps(facts))
+    name = Path(options.file).name
+    split = replace(split, name=name, labels=rows.labels.encode(rows.table))
+    logits = saved.compute_outputs(split)
+    if logits is None:
+        return
+    columns = [column for column in (texts, pairs) if column]
+    empty = empty_rows(list(zip(*columns, strict=True)))
+    if empty:
+        logger.warning(empty_text_warning(empty, len(texts)))
+    if pairs:
+        texts = list(map(join_pair, texts, pairs))
+    evaluation = _evaluate(split, logits, rows.answers)
+    lines = _write_folder(out, options, accelerator, rows, evaluation, texts)
+    print(f"{len(split)} rows: {evaluation}")
+    for line in [*class_lines(evaluation), *rows.answers.describe(evaluation), *lines]:
+        print(line)
+    print(f"  {out}/report.html, predictions.jsonl, eval.jsonl")
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A labelled file, and which of its columns are read."""
+
+    table: Table
+    text: str
+    pair: str | None
+    answers: ClassAnswers
+    """The model's, with the columns of labels in this file."""
+    max_length: int
+
+    @property
+    def labels(self) -> Labels:
+        return self.answers.labels
+
+    def facts(self, model: str) -> dict[str, Any]:
+        """What all processes must agree on."""
+        return {
+            "file": self.table.digest,
+            "rows": len(self.table),
+            "columns": ", ".join(filter(None, [self.text, self.pair, *self.labels.columns])),
+            "tokens": self.max_length,
+            "model": model_digest(model),
+        }
+
+    def data(self, split: str) -> dict[str, Any]:
+        """`data` of a run's config.json."""
+        return {
+            **self.labels.facts(),
+            "samples": {split: len(self.table)},
+            "text_column": self.text,
+            "max_length": self.max_length,
+            "digest": self.table.digest,
+            "file_digests": {split: self.table.digest},
+            "notes": [],
+            "total_steps": 0,
+        }
+
+
+def _read_rows(options: Any, saved: SavedModel) -> _Rows:
+    """Raises UserError for a file without texts or labels of the model."""
     if not isinstance(saved.answers, ClassAnswers):
         remedy = "the recipe that trained it evaluates a --test_file"
         raise UserError(f"{options.model} is no classifier: {remedy}")
@@ -57,56 +133,31 @@ def evaluate_file(options: Any) -> None:
         options.model, table, options.text_column, options.text_pair, options.label_column
     )
     labels = _labels_of(options, table, text, saved.answers.labels)
-    line = f"reading the text from {text}, the label from {', '.join(labels.columns)}"
-    launch.log_on_main(accelerator, line)
     max_length = saved.choose_max_length(options.max_length, pair is not None)
-    facts = {
-        "file": table.digest,
-        "rows": len(table),
-        "columns": ", ".join(filter(None, [text, pair, *labels.columns])),
-        "tokens": max_length,
-        "model": model_digest(options.model),
-    }
-    launch.require_equal(accelerator, "the file, the model and the options", facts)
-    saved.load(accelerator, max_length, options.per_device_batch_size, options.max_tokens_per_batch)
-    texts = saved.read_texts(table, text)
-    pairs = saved.read_texts(table, pair) if pair else None
-    split = saved.tokenize(texts, pairs, json.dumps(facts))
-    split = replace(split, name=Path(options.file).name, labels=labels.encode(table))
-    logits = saved.compute_outputs(split)
-    if logits is None:
-        return
-    answers = replace(saved.answers, labels=labels)
-    evaluation = _evaluate(split, logits, answers)
-    data = {
-        **labels.facts(),
-        "samples": {split.name: len(split)},
-        "text_column": text,
-        "max_length": max_length,
-        "digest": table.digest,
-        "file_digests": {split.name: table.digest},
-        "notes": [],
-        "total_steps": 0,
-    }
-    _warn_of_empty(texts, pairs)
-    if pairs:
-        texts = list(map(join_pair, texts, pairs))
-    with replace_folder(out, options.overwrite) as draft:
+    return _Rows(table, text, pair, replace(saved.answers, labels=labels), max_length)
+
+
+def _write_folder(
+    out: Path,
+    options: Any,
+    accelerator: Accelerator,
+    rows: _Rows,
+    evaluation: Evaluation,
+    texts: list[str],
+) -> list[str]:
+    """Returns the features' lines to print."""
+    settings: Any = build(TaskSettings, {"model_name_or_path": options.model})
+    # invalid as settings: there is no train_file
+    values = {"settings": {**flat(settings), "test_file": options.file}}
+    with replace_folder(out) as draft:
         files = RunFiles(accelerator, draft)
-        settings: Any = build(TaskSettings, {"model_name_or_path": options.model})
-        # invalid as settings: there is no train_file
-        files.write_config(
-            settings, data, {"settings": {**flat(settings), "test_file": options.file}}
-        )
+        files.write_config(settings, rows.data(evaluation.split), values)
         files.append_evaluation(evaluation, 0)
         files.write_predictions(evaluation)
-        results = (draft, settings, None, evaluation, answers)
+        results = (draft, settings, None, evaluation, rows.answers)
         lines = [line for feature in features() for line in feature.results(*results)]
         write_report(draft, evaluation, texts, name=out.resolve().name)
-    print(f"{len(split)} rows: {evaluation}")
-    for line in [*class_lines(evaluation), *answers.describe(evaluation), *lines]:
-        print(line)
-    print(f"  {out}/report.html, predictions.jsonl, eval.jsonl")
+    return lines
 
 
 def _labels_of(options: Any, table: Table, text: str, labels: Labels) -> Labels:
@@ -119,39 +170,17 @@ def _labels_of(options: Any, table: Table, text: str, labels: Labels) -> Labels:
     return chosen
 
 
-def _warn_of_empty(*texts: list[str] | None) -> None:
-    """Names the rows in which a text is empty."""
-    columns = [column for column in texts if column]
-    rows = enumerate(zip(*columns, strict=True))
-    empty = [row for row, parts in rows if not all(map(str.strip, parts))]
-    if empty:
-        logger.warning(empty_text_warning(empty, len(columns[0])))
-
-
 def _output_folder(options: Any) -> Path:
     out = Path(options.output_dir or sibling(Path(options.file), ".evaluation"))
-    if out.exists() and not options.overwrite:
-        raise UserError(f"{out} exists: name another folder with --output_dir, or pass --overwrite")
-    if out.exists() and not _is_evaluation(out):
-        fault = "has other files, which --overwrite would remove"
-        raise UserError(f"{out} {fault}: name another folder")
-    existing_parent = next(parent for parent in out.absolute().parents if parent.exists())
-    if not os.access(existing_parent, os.W_OK):
-        remedy = "name another folder with --output_dir"
-        raise UserError(f"{existing_parent} cannot be written: {remedy}")
+    if out.exists():
+        raise UserError(f"{out} exists: remove it, or name another folder with --output_dir")
+    require_writable(out, "--output_dir")
     return out
 
 
-def _is_evaluation(out: Path) -> bool:
-    """Whether the folder is empty, or looks like one that `toolkit evaluate` has written."""
-    if not out.is_dir():
-        return False
-    names = {path.name for path in out.iterdir()}
-    return not names or ("eval.jsonl" in names and "metrics.jsonl" not in names)
-
-
 def _evaluate(split: Split, logits: np.ndarray, answers: ClassAnswers) -> Evaluation:
-    """Evaluates on the main process, with the plain loss: no class weights or other options of training."""
+    """Evaluates on the main process, with the plain loss: no class weights or other options of
+    training."""
     compute_metrics = partial(classification_metrics, labels=answers.labels)
     losses = sample_losses(
         torch.from_numpy(logits), torch.from_numpy(split.labels), answers.labels.problem_type

@@ -38,9 +38,8 @@ def _add_predict(parser: argparse.ArgumentParser) -> None:
     add("--overwrite", action="store_true", help="replace an existing output")
     add(
         "--probabilities",
-        type=_probabilities,
+        choices=("all", "none"),
         default="all",
-        metavar="all|none|top-K",
         help="which to write [all]",
     )
     add(
@@ -58,7 +57,6 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     add("model", help="a run's model folder, any classifier, or a hub name")
     add("file", help="labelled rows: CSV, TSV, JSON, JSONL or Parquet")
     add("--output_dir", metavar="FOLDER", help="where to write [FILE.evaluation next to the input]")
-    add("--overwrite", action="store_true", help="replace an existing output")
     add(
         "--label_column",
         metavar="NAME",
@@ -108,12 +106,6 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _probabilities(text: str) -> str:
-    if not re.fullmatch(r"all|none|top-[1-9]\d*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not all, none or top-3")
-    return text
-
-
 def _positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
@@ -147,13 +139,21 @@ class PredictFeature(Feature):
 
 FEATURE = PredictFeature(
     Command(
-        "predict", "label every row of a file, or give it a title", "toolkit.features.predict.command:predict_file",
-        _add_predict, "Labels every row of FILE, or writes its title, exactly once, in its order and with its columns.",
+        "predict",
+        "label every row of a file, or give it a title",
+        "toolkit.features.predict.command:predict_file",
+        _add_predict,
+        "Labels every row of FILE, or writes its title, exactly once, in its order and with its "
+        "columns.",
         _EPILOG,
     ),
     Command(
-        "evaluate", "evaluate a classifier on labelled rows: metrics, a report, predictions",
-        "toolkit.features.predict.evaluate:evaluate_file", _add_evaluate,
-        "Writes a folder with eval.jsonl, predictions.jsonl and report.html: each row of FILE counts once.", _EPILOG,
+        "evaluate",
+        "evaluate a classifier on labelled rows: metrics, a report, predictions",
+        "toolkit.features.predict.evaluate:evaluate_file",
+        _add_evaluate,
+        "Writes a folder with eval.jsonl, predictions.jsonl and report.html: each row of FILE "
+        "counts once.",
+        _EPILOG,
     ),
-)  # fmt: skip
+)

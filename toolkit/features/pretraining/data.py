@@ -29,7 +29,6 @@ from toolkit.features.pretraining.words import word_starts
 from toolkit.pretrained import load_config
 from toolkit.utils.progress import Progress
 
-_MASKED_30_PERCENT = ("modernbert", "eurobert")  # at least, in their pretraining
 _COUNTED_ROWS = 4096
 
 
@@ -104,21 +103,20 @@ class MaskingCollator(Collator):
     split: MaskedSplit
 
     def __init__(
-        self, split: Any, tokenizer: Any, device: torch.device, seed: int, probabilities: Any
+        self, split: Any, tokenizer: Any, device: torch.device, seed: int, probability: float
     ) -> None:
-        """`probabilities`: of masking, at the first and at the last step."""
+        """`probability`: of masking, in training."""
         super().__init__(split, tokenizer, device)
         self.seed = seed
-        self.probabilities = probabilities
+        self.probability = probability
         self.draw = EVALUATION_DRAW
         self.special = special_tokens(tokenizer)
         self.mask_id = int(tokenizer.mask_token_id)
         self.ordinary = np.flatnonzero(~self.special)
 
-    def at(self, epoch: int, progress: float) -> MaskingCollator:
-        first, last = self.probabilities
+    def at(self, epoch: int) -> MaskingCollator:
         step = copy.copy(self)
-        step.draw = Draw(self.seed, epoch + 1, first + (last - first) * progress)
+        step.draw = Draw(self.seed, epoch + 1, self.probability)
         return step
 
     def loss_denominators(self, indices: np.ndarray) -> np.ndarray:
@@ -193,16 +191,7 @@ class Masks(Targets):
     @classmethod
     def collator(cls, settings: Any) -> Any:
         probability = settings.masking.mlm_probability
-        if probability is None:
-            probability = "0.15"
-            if load_config(settings.model).model_type in _MASKED_30_PERCENT:
-                probability = "0.30"
-        first, _, last = probability.partition(":")
-        return partial(
-            MaskingCollator,
-            seed=settings.training.seed,
-            probabilities=(float(first), float(last or first)),
-        )
+        return partial(MaskingCollator, seed=settings.training.seed, probability=probability)
 
     @classmethod
     def next_command(cls, settings: Any, folder: Path) -> str | None:
@@ -214,32 +203,25 @@ class Masks(Targets):
     @classmethod
     def check(cls, settings: Any, tokenizer: Any) -> None:
         name = f"model {settings.model.model_name_or_path}"
-        if smoothing := settings.training.label_smoothing_factor:
-            raise UserError(
-                f"--label_smoothing_factor {smoothing} has no effect in pretraining: leave it out"
-            )
+        if settings.training.label_smoothing_factor:
+            fault = "--label_smoothing_factor has no effect in pretraining"
+            raise UserError(f"{fault}: leave it out")
         if tokenizer.mask_token_id is None:
-            raise UserError(
-                f"{name}: its tokenizer has no mask token: take a masked-language model"
-            )
+            fault = "its tokenizer has no mask token"
+            raise UserError(f"{name}: {fault}: take a masked-language model")
         if settings.masking.whole_word_mask and not tokenizer.is_fast:
-            raise UserError(
-                f"{name}: --whole_word_mask needs a fast tokenizer, and {type(tokenizer).__name__} is slow"
-            )
+            kind = type(tokenizer).__name__
+            raise UserError(f"{name}: --whole_word_mask needs a fast tokenizer, and {kind} is slow")
 
     @classmethod
     def data_facts(cls, settings: Any) -> dict[str, Any]:
-        words = None
         if settings.masking.whole_word_mask:
-            words = load_jieba().name
-        return {"words": words, "masks": "each word by chance"}
+            return {"words": load_jieba().name}
+        return {"words": None}
 
     @classmethod
     def find(cls, settings: Any, table: Table, text_column: str) -> Masks:
         return cls(settings.masking.whole_word_mask)
-
-    def trial(self, split: Any) -> tuple[Any, Any]:
-        return np.ones((1, 2)), np.ones(1)
 
     def save(self, folder: Path, table: Table, encoded: np.ndarray, tokenizer: Any) -> list[str]:
         """Writes `labels`, and, for whole words, `words`. Raises UserError if no token is
@@ -259,11 +241,9 @@ class Masks(Targets):
         counts = _counts_in_evaluations(ids, offsets, table.row_numbers, words, ordinary)
         np.save(folder / "labels.npy", counts)
         if not counts.any():
-            raise UserError(
-                f"{table.name}: the texts of {folder.name} consist of special and unknown tokens "
-                "only: is it the right --text_column, and their language that of the model's "
-                "tokenizer?"
-            )
+            fault = f"the texts of {folder.name} are special and unknown tokens only"
+            remedy = "name the --text_column, or take a model for their language"
+            raise UserError(f"{table.name}: {fault}: {remedy}")
         return []
 
     def facts(self) -> dict[str, Any]:
@@ -274,7 +254,9 @@ class Masks(Targets):
         }
 
     def describe(self) -> str:
-        return f"masked {'whole words' if self.whole_word_mask else 'tokens'}"
+        if self.whole_word_mask:
+            return "masked whole words"
+        return "masked tokens"
 
 
 def _counts_in_evaluations(
@@ -284,7 +266,7 @@ def _counts_in_evaluations(
     words: np.ndarray | None,
     ordinary: np.ndarray,
 ) -> np.ndarray:
-    """(samples,) int64: the tokens that `EVALUATION_DRAW` masks; some thousand samples at a time."""
+    """(samples,) int64: the tokens that `EVALUATION_DRAW` masks; thousands of samples at a time."""
     parts = []
     for first in range(0, len(rows), _COUNTED_ROWS):
         bounds = offsets[first : first + _COUNTED_ROWS + 1]
@@ -320,15 +302,16 @@ def _save_words(folder: Path, table: Table, tokenizer: Any, max_length: int) -> 
 
 
 def special_tokens(tokenizer: Any) -> np.ndarray:
-    """(vocabulary,) bool: special tokens, [UNK] included, which are never masked nor drawn as replacements."""
+    """(vocabulary,) bool: special tokens, [UNK] included, which are never masked nor drawn as
+    replacements."""
     special = np.zeros(max(tokenizer.get_vocab().values()) + 1, np.bool_)
     special[tokenizer.all_special_ids] = True
     return special
 
 
 def masked_metrics(sums: np.ndarray, counts: np.ndarray) -> dict[str, Any]:
-    """(N, 2) sums of losses and of correct predictions over each text's masked tokens, and (N,) their counts -> metrics
-    over all masked tokens."""
+    """(N, 2) sums of losses and of correct predictions over each text's masked tokens, and (N,)
+    their counts -> metrics over all masked tokens."""
     loss, right = (sums.sum(axis=0, dtype=np.float64) / counts.sum()).tolist()
     return {
         "perplexity": math.exp(min(loss, 700)),
@@ -339,15 +322,22 @@ def masked_metrics(sums: np.ndarray, counts: np.ndarray) -> dict[str, Any]:
 
 def masked_evaluation(outputs: Outputs, compute_metrics: ComputeMetrics) -> Evaluation:
     """The evaluation from gathered sums (N, 2); all ranks get the metrics."""
-    if not (arrays := outputs.in_order()):
+    arrays = outputs.in_order()
+    if not arrays:
         return outputs.make_evaluation()
-    (sums,), counts = arrays, outputs.split.loss_denominators()
+    (sums,) = arrays
+    counts = outputs.split.loss_denominators()
     lines = partial(_lines, outputs.split, sums, counts.tolist())
     return outputs.make_evaluation(sums[:, 0], compute_metrics(sums, counts), lines)
 
 
 def _lines(split: Split, sums: np.ndarray, counts: list[int]) -> Iterator[dict[str, Any]]:
     for row, count, (loss, right) in zip(split.rows, counts, sums.tolist(), strict=True):
-        loss, right = round(loss / max(1, count), 6), round(right / max(1, count), 6)
-        scores = {"scores": {"masked_accuracy": right}, "weight": count}
-        yield {"id": int(row), "masked_tokens": count, "loss": loss, **scores}
+        tokens = max(1, count)
+        yield {
+            "id": int(row),
+            "masked_tokens": count,
+            "loss": round(loss / tokens, 6),
+            "scores": {"masked_accuracy": round(right / tokens, 6)},
+            "weight": count,
+        }

@@ -1,7 +1,7 @@
 """Masked-language models that compute logits at masked positions only.
 
-Done by hooks: all ranks call the same modules equally often, as sharded parameters need, and parameters, their names
-and ties do not change.
+Done by hooks: all ranks call the same modules equally often, as sharded parameters need, and
+parameters, their names and ties do not change.
 """
 
 from __future__ import annotations
@@ -17,18 +17,16 @@ from accelerate.utils import set_seed
 from torch.utils.checkpoint import checkpoint
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModelForMaskedLM
 
-from toolkit.data.batches import IGNORED
 from toolkit.errors import UserError, listing
 from toolkit.features.pretraining.settings import EncoderSettings
 from toolkit.models.classifier import configure, cpu_attention, from_pretrained, set_dropout
 from toolkit.pretrained import load_config, refuse_random
 
-LossFn = Callable[
-    [torch.Tensor, torch.Tensor], torch.Tensor
-]  # logits (N, V), tokens (N,), some IGNORED -> (N,)
+LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Logits (N, V), tokens (N,), some IGNORED -> (N,), 0 for those."""
 MAX_LOGITS = 1 << 24
-"""Logits computed at a time on a CPU: 64 MiB in fp32. If there are more, backward recomputes them. On a GPU four times
-as many, since each part reads the whole output layer."""
+"""Logits computed at a time on a CPU: 64 MiB in fp32. If there are more, backward recomputes them.
+On a GPU four times as many, since each part reads the whole output layer."""
 
 
 def token_cross_entropy(logits: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
@@ -123,37 +121,30 @@ class MaskedHead:
 def predict_masked_only(model: Any, loss_fn: LossFn) -> None:
     """Makes a masked-language model accept `target_positions` and `target_ids` (B, K) and then
     return `logits` (B, K, 2): the loss of each masked token, and in evaluation 1 if the most
-    probable token is correct. Raises UserError for a loss or a head that does not allow that."""
-    head = MaskedHead(loss_fn)
-    decoder = model.get_output_embeddings()
+    probable token is correct. Raises UserError for a head that does not allow that."""
     training = model.training
     model.eval()
     ids = torch.full((1, 8), 3)
+    targets = {"target_positions": torch.tensor([[2]]), "target_ids": ids[:, 2:3]}
     with torch.no_grad(), cpu_attention(model):
-        logits = model(input_ids=ids).logits[:, 2]
-        expected = loss_fn(logits, ids[:, 2])
-        padding = loss_fn(logits, torch.full((1,), IGNORED))
-    if expected.shape != (1,):
-        shape = tuple(expected.shape)
-        remedy = "return one loss per token (reduction='none')"
-        raise UserError(f"loss_fn returns shape {shape}: {remedy}")
-    if padding.any():  # how much of it there is depends on the number of processes
-        raise UserError(f"loss_fn has a loss for padding: multiply it by (truth != {IGNORED})")
+        expected = loss_fn(model(input_ids=ids).logits[:, 2], ids[:, 2])
+        _install(model, MaskedHead(loss_fn))
+        try:
+            losses = model(input_ids=ids, **targets).logits
+        except (RuntimeError, IndexError):  # another part of the head reads the logits
+            losses = expected
+    model.train(training)
+    if losses.shape != (1, 1, 2) or not torch.allclose(losses[0, 0, :1], expected, atol=1e-3):
+        kind = type(model).__name__
+        raise UserError(f"{kind} has a masked-language head of another kind: take another encoder")
 
+
+def _install(model: Any, head: MaskedHead) -> None:
     def decode(decoder: Any, hidden: torch.Tensor) -> torch.Tensor:
         return head.decode(decoder, hidden)
 
     model.register_forward_pre_hook(head.store_targets, with_kwargs=True)
     model.base_model.register_forward_hook(head.select_masked)
+    decoder = model.get_output_embeddings()
     # bound: that of a copy of the model reads the copy's weights
     decoder.forward = MethodType(decode, decoder)
-    with torch.no_grad(), cpu_attention(model):
-        inputs = {"target_positions": torch.tensor([[2]]), "target_ids": ids[:, 2:3]}
-        try:
-            probe = model(input_ids=ids, **inputs).logits
-        except (RuntimeError, IndexError):  # another part of the head reads the logits
-            probe = expected
-    model.train(training)
-    if probe.shape != (1, 1, 2) or not torch.allclose(probe[0, 0, :1], expected, atol=1e-3):
-        kind = type(model).__name__
-        raise UserError(f"{kind} has a masked-language head of another kind: take another encoder")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import ClassVar
 
-from pydantic import field_validator
+from pydantic import Field
 
 from toolkit.config.sections import PretrainedSettings, TextSettings, TrainingSettings, section
 
@@ -23,20 +22,10 @@ class EncoderSettings(PretrainedSettings):
 class MaskingSettings:
     """Which tokens are masked."""
 
-    mlm_probability: str | None = None
-    """Fraction of tokens to mask, or `0.30:0.15`, from the first step to the last; default: 0.15, or 0.30 for
-    ModernBERT and EuroBERT."""
+    mlm_probability: float = Field(default=0.15, gt=0, lt=1)
+    """Fraction of tokens to mask."""
     whole_word_mask: bool = False
     """Mask whole words instead of single tokens; Chinese words are found by jieba."""
-
-    @field_validator("mlm_probability", mode="before")
-    @classmethod
-    def _check(cls, value: object) -> object:
-        if value is not None and not re.fullmatch(
-            r"0?\.\d*[1-9]\d*(:0?\.\d*[1-9]\d*)?", str(value)
-        ):
-            raise ValueError("must be a number between 0 and 1 (0.15), or two of them (0.30:0.15)")
-        return value and str(value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -28,9 +28,14 @@ HAN = re.compile(f"[{_CHINESE}]")
 
 
 def words_of(text: str) -> Iterator[tuple[int, int]]:
-    """(start, end), in characters, of each word and punctuation mark. Raises UserError for Chinese without jieba."""
-    start = end = 0  # of a part that is not Chinese, whose words jieba would cut at letters like é
-    for piece in load_jieba().cutter.cut(text, HMM=False) if HAN.search(text) else (text,):
+    """(start, end), in characters, of each word and punctuation mark. Raises UserError for Chinese
+    without jieba."""
+    pieces = [text]
+    if HAN.search(text):
+        pieces = load_jieba().cutter.cut(text, HMM=False)
+    start = 0  # of a part that is not Chinese, whose words jieba would cut at letters like é
+    end = 0
+    for piece in pieces:
         end += len(piece)
         if HAN.search(piece):
             yield from (match.span() for match in _WORD.finditer(text, start, end - len(piece)))
@@ -40,8 +45,8 @@ def words_of(text: str) -> Iterator[tuple[int, int]]:
 
 
 def word_starts(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
-    """(tokens,) bool: whether each token, with the character range in `offsets`, begins a word. Words that share a
-    token count as one, and a token of spaces as a word."""
+    """(tokens,) bool: whether each token, with the character range in `offsets`, begins a word.
+    Words that share a token count as one, and a token of spaces as a word."""
     characters = np.arange(len(text) + 1)
     word_at = np.full(len(text) + 1, -1)  # by character
     for word, (start, end) in enumerate(words_of(text)):

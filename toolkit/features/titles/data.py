@@ -24,7 +24,6 @@ from toolkit.errors import UserError
 from toolkit.utils.extras import require_extra
 
 USUAL = ("title", "summary", "headline", "highlights", "heading", "标题", "题目", "摘要")
-_TRIAL_TITLES = 20
 
 
 class TitleCollator(Collator):
@@ -33,9 +32,11 @@ class TitleCollator(Collator):
     split: TitleSplit
 
     def __call__(self, indices: np.ndarray) -> Batch:
-        """`labels` (B, T) are `decoder_input_ids` (B, T) shifted by one token, IGNORED after the end of a title."""
+        """`labels` (B, T) are `decoder_input_ids` (B, T) shifted by one token, IGNORED after the
+        end of a title."""
         batch = super().__call__(indices)
-        indices = indices if len(indices) else np.zeros(1, np.int64)
+        if not len(indices):
+            indices = np.zeros(1, np.int64)
         titles, lengths = gather_slices(self.split.target_ids, self.split.target_offsets, indices)
         first = lengths.cumsum() - lengths
         last = lengths.cumsum() - 1
@@ -45,13 +46,6 @@ class TitleCollator(Collator):
         inputs = self.padded(np.delete(titles, last), counts, width, self.pad_id, left=False)
         labels = self.padded(np.delete(titles, first), counts, width, IGNORED, left=False)
         return replace(batch, inputs={**batch.inputs, "decoder_input_ids": inputs}, labels=labels)
-
-    def prepare_model(self, accelerator: Any, model: Any) -> None:
-        super().prepare_model(accelerator, model)
-        for name in ("generation_config", "get_encoder", "generate"):
-            if not hasattr(model, name):
-                why = f"an evaluation generates titles, and {type(model).__name__} has no {name}"
-                raise UserError(f"{why}: give it that of the model in it (docs/titles.md)")
 
 
 @dataclass(frozen=True)
@@ -66,7 +60,7 @@ class TitleSplit(Split):
     collator: Any = field(default=TitleCollator, kw_only=True)
 
     def loss_denominators(self, indices: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """(samples,) int64: the tokens of each title that are predicted: all but the start token."""
+        """(samples,) int64: the predicted tokens of each title, all but the start token."""
         return self.target_offsets[1:][indices] - self.target_offsets[:-1][indices] - 1
 
     def target(self, index: int) -> np.ndarray:
@@ -133,10 +127,6 @@ class Titles(Targets):
         if self.column not in table.rows.column_names:
             return True
         return not any(map(any, self._titles(table)))
-
-    def trial(self, split: Any) -> tuple[Any, Any]:
-        titles = split.titles()[:_TRIAL_TITLES]
-        return titles, titles
 
     def save(self, folder: Path, table: Table, encoded: np.ndarray, tokenizer: Any) -> list[str]:
         """Writes `target_ids`, `target_offsets`, unused `labels`, and, for validation and test, the

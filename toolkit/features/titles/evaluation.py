@@ -39,18 +39,19 @@ def title_metrics(
 def title_evaluation(
     outputs: Outputs, tokenizer: Any, compute_metrics: ComputeMetrics
 ) -> Evaluation:
-    """The evaluation from gathered losses (N,), summed over each title's tokens, and generated token ids (N, T).
-
-    All ranks get the metrics.
-    """
+    """The evaluation from gathered losses (N,), summed over each title's tokens, and generated
+    token ids (N, T). All ranks get the metrics."""
     split = outputs.split
     assert isinstance(split, TitleSplit)
-    if not (arrays := outputs.in_order()):
+    arrays = outputs.in_order()
+    if not arrays:
         return outputs.make_evaluation()
     losses, generated = arrays
-    titles, references = [readable(tokenizer, row) for row in generated.tolist()], split.titles()
+    titles = [readable(tokenizer, row) for row in generated.tolist()]
+    references = split.titles()
     metrics = compute_metrics(titles, references)
-    lines = partial(_lines, split.rows, titles, references, metrics.get("rouge_segmenter", "auto"))
+    segmenter = metrics.get("rouge_segmenter", "auto")
+    lines = partial(_lines, split.rows, titles, references, segmenter)
     return outputs.make_evaluation(losses, metrics, lines)
 
 
@@ -79,7 +80,9 @@ class TitleAnswers(Answers):
             titles = writer.write(*writer.encode(batch))  # (B, T)
             outputs.add(accelerator.gather_for_metrics((batch.ids, titles)))
         arrays = outputs.in_order()
-        return [readable(tokenizer, row) for row in arrays[0].tolist()] if arrays else None
+        if not arrays:
+            return None
+        return [readable(tokenizer, row) for row in arrays[0].tolist()]
 
     def answers(self, outputs: Sequence[str]) -> Iterator[dict[str, Any]]:
         return ({"prediction": title} for title in outputs)
@@ -95,22 +98,19 @@ class Writer:
         model.eval()
         self.module = unwrapped(model)
         config = self.module.generation_config
-        self.max_new_tokens = (
-            config.max_new_tokens or (config.max_length or _DEFAULT_MAX_LENGTH) - 1
-        )
+        max_length = config.max_length or _DEFAULT_MAX_LENGTH
+        self.max_new_tokens = config.max_new_tokens or max_length - 1
         self.pad_token_id = config.pad_token_id or 0
-        self.autocast = autocast(
-            accelerator
-        )  # of the encoder; the whole model's forward has its own
+        # of the encoder; the whole model's forward has its own
+        self.autocast = autocast(accelerator)
         plugin = accelerator.state.deepspeed_plugin
-        sharded = accelerator.distributed_type == DistributedType.FSDP or (
-            plugin and plugin.zero_stage == 3
-        )
-        # each forward gathers parameters: a rank whose titles have all ended must continue until the others' have
-        self.synced_gpus = bool(sharded) and accelerator.num_processes > 1
-        if isinstance(
-            self.module, FSDPModule
-        ):  # its hooks gather root parameters only in the root's forward
+        is_zero3 = plugin is not None and plugin.zero_stage == 3
+        is_fsdp = accelerator.distributed_type == DistributedType.FSDP
+        # each forward gathers parameters: a rank whose titles have all ended must continue until
+        # the others' have
+        self.synced_gpus = (is_zero3 or is_fsdp) and accelerator.num_processes > 1
+        if isinstance(self.module, FSDPModule):
+            # its hooks gather root parameters only in the root's forward
             self.module._get_fsdp_state()._lazy_init()
             self.module.unshard()
 
@@ -118,24 +118,29 @@ class Writer:
         """(the encoder's output, its attention mask (B, S)), for both `logits` and `write`."""
         input_ids = batch.inputs["input_ids"]  # (B, S)
         mask = batch.inputs.get("attention_mask")
-        mask = torch.ones_like(input_ids) if mask is None else mask
+        if mask is None:
+            mask = torch.ones_like(input_ids)
         with self.autocast:
             return self.module.get_encoder()(input_ids=input_ids, attention_mask=mask), mask
 
     def logits(self, batch: Batch, encoded: Any, mask: torch.Tensor) -> torch.Tensor:
         """(B, T, V): logits of the reference titles (teacher forcing)."""
-        inputs = {"encoder_outputs": encoded, "attention_mask": mask}
-        return self.module(
-            **inputs, decoder_input_ids=batch.inputs["decoder_input_ids"], use_cache=False
-        ).logits
+        output = self.module(
+            encoder_outputs=encoded,
+            attention_mask=mask,
+            decoder_input_ids=batch.inputs["decoder_input_ids"],
+            use_cache=False,
+        )
+        return output.logits
 
     def write(self, encoded: Any, mask: torch.Tensor) -> torch.Tensor:
-        """(B, max_new_tokens): token ids of the generated titles, padded, without the start token."""
-        length, inputs = self.max_new_tokens, {"encoder_outputs": encoded, "attention_mask": mask}
-        options = {
-            "max_new_tokens": length,
-            "num_return_sequences": 1,
-            "synced_gpus": self.synced_gpus,
-        }
-        ids = self.module.generate(**inputs, **options)[:, 1:]
-        return torch.nn.functional.pad(ids, (0, length - ids.shape[1]), value=self.pad_token_id)
+        """(B, max_new_tokens): ids of the generated titles, padded, without the start token."""
+        ids = self.module.generate(
+            encoder_outputs=encoded,
+            attention_mask=mask,
+            max_new_tokens=self.max_new_tokens,
+            num_return_sequences=1,
+            synced_gpus=self.synced_gpus,
+        )[:, 1:]
+        padding = (0, self.max_new_tokens - ids.shape[1])
+        return torch.nn.functional.pad(ids, padding, value=self.pad_token_id)

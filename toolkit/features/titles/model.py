@@ -1,7 +1,7 @@
 """A long-text encoder and a title decoder, both initialised from one checkpoint.
 
-As BERT2BERT of Rothe, Narayan and Severyn (2020, arXiv:1907.12461): only the decoder's cross-attention is
-random at first.
+As BERT2BERT of Rothe, Narayan and Severyn (2020, arXiv:1907.12461): only the decoder's
+cross-attention is random at first.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ def load_title_model(
     max_target_length: int,
     seed: int,
 ) -> EncoderDecoderModel:
-    """The encoder of `long` with the decoder of `settings`, in float32 on the CPU, with equal weights on all ranks.
+    """The encoder of `long` with the decoder of `settings`, in float32 on the CPU, with equal
+    weights on all ranks.
 
-    `settings` names a BERT, a BigBird, or a saved encoder-decoder; `long` is `toolkit.models.to_bigbird.long_model` of
-    it. Raises UserError when they cannot be loaded, or the decoder has too few positions for `max_target_length`.
-    """
+    `settings` names a BERT, a BigBird, or a saved encoder-decoder; `long` is
+    `toolkit.models.to_bigbird.long_model` of it. Raises UserError when they cannot be loaded, or
+    the decoder has too few positions for `max_target_length`."""
     name = str(settings.model_name_or_path)
     set_seed(seed)
     with explain_load_errors(name), whole_weights(), quiet_transformers():
@@ -92,28 +93,26 @@ def _part(auto_class: Any, settings: PretrainedSettings, config: Any) -> Any:
 
 def _decoder(settings: PretrainedSettings) -> Any:
     config = load_config(settings)
-    sparse = config.model_type == "big_bird"
-    if sparse:
+    is_bigbird = config.model_type == "big_bird"
+    if is_bigbird:
         if not config.use_bias or config.rescale_embeddings:
             why = "a decoder needs a BigBird with use_bias True and rescale_embeddings False"
             raise UserError(f"model {settings.model_name_or_path}: {why}: take another model")
         config.attention_type = "original_full"
     config.is_decoder = config.add_cross_attention = True
     decoder = _part(AutoModelForCausalLM, settings, config)
-    return _as_bert(decoder) if sparse else decoder
+    if is_bigbird:
+        return _as_bert(decoder)
+    return decoder
 
 
 def _as_bert(decoder: Any) -> BertLMHeadModel:
-    """A BERT decoder with a BigBird decoder's weights and the same logits; with cross-attention transformers' BigBird
-    (5.23) gives wrong logits, and it cannot generate."""
-    config = BertConfig.from_dict(
-        {**decoder.config.to_dict(), "model_type": "bert", "architectures": None}
-    )
-    bert = BertLMHeadModel(config)
-    weights = {
-        name: weight for name, weight in decoder.state_dict().items() if "pooler" not in name
-    }
-    bert.load_state_dict(weights)
+    """A BERT decoder with a BigBird decoder's weights and the same logits; with cross-attention
+    transformers' BigBird (5.23) gives wrong logits, and it cannot generate."""
+    values = {**decoder.config.to_dict(), "model_type": "bert", "architectures": None}
+    bert = BertLMHeadModel(BertConfig.from_dict(values))
+    states = decoder.state_dict().items()
+    bert.load_state_dict({name: weight for name, weight in states if "pooler" not in name})
     return bert
 
 
@@ -132,9 +131,16 @@ def _configure_generation(
         "hidden_size": model.config.encoder.hidden_size,
     }
     model.config.update({**special_tokens, **sizes})
-    beams = {"length_penalty": generation.length_penalty} if generation.num_beams > 1 else {}
+    beams = {}
+    if generation.num_beams > 1:
+        beams["length_penalty"] = generation.length_penalty
     model.generation_config = GenerationConfig(
-        **special_tokens, **beams, bos_token_id=tokenizer.cls_token_id, max_new_tokens=max_target_length,
-        num_beams=generation.num_beams, no_repeat_ngram_size=generation.no_repeat_ngram_size, do_sample=False,
+        **special_tokens,
+        **beams,
+        bos_token_id=tokenizer.cls_token_id,
+        max_new_tokens=max_target_length,
+        num_beams=generation.num_beams,
+        no_repeat_ngram_size=generation.no_repeat_ngram_size,
+        do_sample=False,
         use_cache=True,
-    )  # fmt: skip
+    )

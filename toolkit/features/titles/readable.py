@@ -1,4 +1,5 @@
-"""Decodes token ids to text without the spaces that tokenizers add (around each Chinese character, for example)."""
+"""Decodes token ids to text without the spaces that tokenizers add (around each Chinese character,
+for example)."""
 
 from __future__ import annotations
 
@@ -19,14 +20,8 @@ _RULES = tuple(
         (r"\s+(?=[.,!?;:%)\]}”’…])", ""),  # word . -> word.
         (r"(?<=[(\[{“‘$£€])\s+", ""),  # ( word -> (word
         (r"(?<=\w)\s?'\s(?=(?:s|t|re|ve|m|ll|d)\b)", "'"),  # don ' t -> don't
-        (
-            r"""(?<!\S)(['"]) ([^'"]+) \1(?![^\s.,!?;:])""",
-            r"\1\2\1",
-        ),  # ' word word ' -> 'word word'
-        (r"(?<=s) '(?= \w)", "'"),  # critics ' award -> critics' award
         (r"([-—~>+=*.…]) (?=\1)", r"\1"),  # - - -> --
         (r"(?<=[^\W_]) - (?=[^\W_])", "-"),  # five - year -> five-year
-        (r"\s?_\s?", "_"),
         (r"(?<=\d\.) (?=\d)", ""),  # 3. 5 -> 3.5
         (r"(?<=\d:) (?=\d\d\b)", ""),  # 10: 30 -> 10:30
         (r"(?<![\d,])(\d{1,3},) (?=\d{3}(?!\d))", r"\1"),  # 10, 000 -> 10,000, but not 2019, 200
@@ -39,8 +34,9 @@ _RULES = tuple(
 def readable(tokenizer: Any, ids: Sequence[int]) -> str:
     """The text of token ids, without special tokens ([UNK] included), for any tokenizer.
 
-    `华 为 发 布 mate 60 .` -> `华为发布mate 60.`: removes spaces next to Chinese characters and punctuation, and keeps
-    those between Latin words. Changes spaces only, but not always back to the original text (`a - b` -> `a-b`).
+    `华 为 发 布 mate 60 .` -> `华为发布mate 60.`: removes spaces next to Chinese characters and
+    punctuation, and keeps those between Latin words. Changes spaces only,
+    but not always back to the original text (`a - b` -> `a-b`).
     """
     text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return without_token_spaces(re.sub(r"^##(?=\w)", "", text))  # the first token continues a word

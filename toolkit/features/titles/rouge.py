@@ -1,8 +1,8 @@
 """ROUGE of Chinese and English texts by Google's `rouge-score`.
 
-ROUGE counts words, and Chinese has no spaces between them: scores of different segmenters cannot be compared.
-F-measures (beta 1) after Lin, "ROUGE: A Package for Automatic Evaluation of Summaries" (2004); ROUGE-L takes the whole
-text as one sentence.
+ROUGE counts words, and Chinese has no spaces between them: scores of different segmenters cannot be
+compared. F-measures (beta 1) after Lin, "ROUGE: A Package for Automatic Evaluation of Summaries"
+(2004); ROUGE-L takes the whole text as one sentence.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from toolkit.utils.extras import require_extra
 
 KINDS = ("rouge1", "rouge2", "rougeL")
 FOREIGN_SHARE = 0.2
-"""If the share of Chinese among the references' letters is greater, `auto` takes jieba; if only that of all
-letters but a-z is, char (whole words of Korean or Russian)."""
+"""If the share of Chinese among the references' letters is greater, `auto` takes jieba; if only
+that of all letters but a-z is, char (whole words of Korean or Russian)."""
 
 _HAN = re.compile(f"[{HAN}]")
 _CHARACTERS = re.compile(rf"[{HAN}{KANA}]|[^\W_{HAN}{KANA}]+(?:(?<=\d)\.\d+)*")
 
 
 def resolve(segmenter: Segmenter, references: Sequence[str]) -> Literal["word", "jieba", "char"]:
-    """Replaces `auto`. Raises UserError for `word` if it would ignore the references' letters: every score would be
-    0."""
+    """Replaces `auto`. Raises UserError for `word` if it would ignore the references' letters:
+    every score would be 0."""
     if segmenter in ("jieba", "char"):
         return segmenter
     letters = "".join(filter(str.isalpha, "".join(references)))
@@ -49,7 +49,8 @@ def scores(
 ) -> list[dict[str, float]]:
     """{rouge1, rouge2, rougeL} of each pair: F-measures from 0 to 1; 0 for an empty text.
 
-    Raises UserError if the extra `titles` is not installed, ValueError for lists of different lengths.
+    Raises UserError if the extra `titles` is not installed, ValueError for lists of different
+    lengths.
     """
     require_extra("ROUGE", "titles", "rouge_score")
     from rouge_score.rouge_scorer import RougeScorer  # imports nltk, a second
@@ -78,5 +79,6 @@ def tokenize_of(segmenter: Literal["word", "jieba", "char"]) -> Callable[[str], 
 
 
 def _normalise(text: str) -> str:
-    """Full-width letters and digits as ASCII, in lower case: jieba cuts `2018 t恤` and `２０１８ T恤` differently."""
+    """Full-width letters and digits as ASCII, in lower case: jieba cuts `2018 t恤` and `２０１８ T恤`
+    differently."""
     return unicodedata.normalize("NFKC", text).lower()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -14,7 +13,8 @@ KIND = "encoder-decoder"
 """`model_type` in the config.json of models that write titles."""
 Segmenter = Literal["auto", "word", "jieba", "char"]
 """word: runs of a-z and 0-9 in lower case without stemming, as in published English results.
-jieba: Chinese words, English ones and numbers; char: Chinese characters, all other words and numbers.
+jieba: Chinese words, English ones and numbers; char: Chinese characters, all other words and
+numbers.
 auto: jieba, char or word, depending on the references."""
 
 
@@ -25,7 +25,8 @@ class TitleDataSettings(TextSettings):
     title_column: str | None = None
     """Default: detected by its name (title, summary, ...)."""
     max_target_length: int = Field(default=32, ge=2)
-    """Tokens of a title, its end token included: longer ones are truncated in training; none longer is generated."""
+    """Tokens of a title, its end token included: longer ones are truncated in training; none longer
+    is generated."""
 
 
 @section
@@ -35,16 +36,12 @@ class GenerationSettings:
     num_beams: int = Field(default=4, ge=1)
     """Beams of the search; 1 is greedy search."""
     length_penalty: float = 1.0
-    """For beam search: above 0 it favours longer titles, below 0 shorter ones."""
+    """For more than one beam: above 0 it favours longer titles, below 0 shorter ones."""
     no_repeat_ngram_size: int = Field(default=0, ge=0)
     """No n-gram of this many tokens occurs twice in a title; 0: no limit."""
     rouge_segmenter: Segmenter = "auto"
-    """What ROUGE counts: words, Chinese words by jieba, or characters; `auto` looks at the references."""
-
-    @staticmethod
-    def contradictions(values: Mapping[str, Any]) -> Iterator[str]:
-        if str(values.get("num_beams")) == "1" and values.get("length_penalty") is not None:
-            yield "--length_penalty has no effect with --num_beams 1: use more beams, or drop it"
+    """What ROUGE counts: words, Chinese words by jieba, or characters; `auto` looks at the
+    references."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
