@@ -75,10 +75,7 @@ PAIRS = [
     *ONE_LABEL,
     "--model_name_or_path",
     inputs.masked_model,
-    "--text_pair",
-    "other",
-    "--max_length",
-    120,
+    *"--text_pair other --max_length 120".split(),
 ]
 # 48 texts of 100 to 1500 tokens. Attention is sparse above 704 tokens, and which tokens a text's attention reaches then
 # depends on how far its batch is padded: the micro-batches are the same ones on 1, 2 and 3 processes (6 of 2 texts)
@@ -105,20 +102,14 @@ KINDS = ("six classes", "multi-label", "regression", "several numbers")
 
 # Every optional technique that may stand beside others, on classes or, with `pos_weight`, on several labels.
 TECHNIQUES: dict[str, Words] = {
-    "r-drop": ["--r_drop_alpha", 1.0],
-    "fgm": ["--fgm_epsilon", 0.5],
-    "teacher": ["--teacher", teacher("few")],
-    "ema": ["--ema_decay", 0.6],
-    "layer decay": ["--layerwise_lr_decay", 0.8],
-    "frozen layer": ["--freeze_layers", 1],
-    "new layer": ["--reinit_layers", 1],
-    "class weights": ["--class_weights", "balanced"],
-    "pos_weight": ["--pos_weight", "balanced"],
-    "focal": ["--loss", "focal", "--focal_gamma", 1],
-    "smoothing": ["--label_smoothing_factor", 0.1],
-    "lora": ["--lora_r", 3],
+    "r-drop": ["--r_drop_alpha", 1.0], "fgm": ["--fgm_epsilon", 0.5],
+    "teacher": ["--teacher", teacher("few")], "ema": ["--ema_decay", 0.6],
+    "layer decay": ["--layerwise_lr_decay", 0.8], "frozen layer": ["--freeze_layers", 1],
+    "new layer": ["--reinit_layers", 1], "class weights": ["--class_weights", "balanced"],
+    "pos_weight": ["--pos_weight", "balanced"], "focal": ["--loss", "focal", "--focal_gamma", 1],
+    "smoothing": ["--label_smoothing_factor", 0.1], "lora": ["--lora_r", 3],
     "recomputed": ["--gradient_checkpointing"],
-}
+}  # fmt: skip
 
 
 def classifier(*techniques: str, pages: Sequence[str] = ()) -> Job:

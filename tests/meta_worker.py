@@ -119,9 +119,8 @@ def _caller() -> str:
 
 
 def accelerator_on_device(*arguments: Any) -> Accelerator:
-    accelerator = make_accelerator(
-        *arguments, device_placement=False
-    )  # the model is on the device already
+    # the model is on the device already
+    accelerator = make_accelerator(*arguments, device_placement=False)
     move_to(DEVICE, accelerator)
     return accelerator
 

@@ -13,11 +13,8 @@ from tests.hosts import ADDRESSES, TwoHosts
 from tests.runs import assert_same_run, lines_of
 
 pytestmark = [
-    pytest.mark.namespaces,
-    pytest.mark.multiprocess,
-    pytest.mark.slow,
-    pytest.mark.timeout(1200),
-]
+    pytest.mark.namespaces, pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(1200),
+]  # fmt: skip
 
 RANKS = 16
 # Sixteen starts of torch and DeepSpeed on two cores.
@@ -54,10 +51,7 @@ def settings(tiny_job: list[str], wide_model: Path) -> list[str]:
         *tiny_job,
         "--model_name_or_path",
         str(wide_model),
-        "--max_steps",
-        "6",
-        "--global_batch_size",
-        "37",
+        *"--max_steps 6 --global_batch_size 37".split(),
     ]
 
 
@@ -83,9 +77,8 @@ def test_two_hosts_of_eight(
     steps = lines_of(run / "sent-hostA.jsonl")
     asked = statistics.median(sum(line["asked"].values()) for line in steps)
     expected, theory = BYTES[name]
-    assert asked == pytest.approx(expected * share, rel=0.15), steps[
-        -1
-    ]  # an odd model's sizes are padded
+    # an odd model's sizes are padded
+    assert asked == pytest.approx(expected * share, rel=0.15), steps[-1]
     if name == "2node":  # gloo's all-reduce is a ring; its other collectives send more
         assert asked == pytest.approx(theory * share, rel=0.02)
         assert steps[-1]["sent"] - steps[0]["sent"] == pytest.approx(

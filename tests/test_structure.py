@@ -195,10 +195,7 @@ def test_a_run_imports_only_what_it_needs(tiny_model: Path, reviews: Path, tmp_p
     start(["toolkit", "prepare", *data]).succeeded()
     settings = [
         *data,
-        "--max_steps",
-        "1",
-        "--report_to",
-        "none",
+        *"--max_steps 1 --report_to none".split(),
         "--output_dir",
         str(tmp_path / "run"),
     ]

@@ -13,10 +13,8 @@ def test_weights_and_average_are_swapped_bit_for_bit() -> None:
     torch.manual_seed(0)
     module = torch.nn.Linear(3, 2)
     plain = copy.deepcopy(module)
-    state, averaged = (
-        LiveState(module, torch.optim.AdamW(module.parameters(), lr=0.1), torch.device("cpu")),
-        None,
-    )
+    state = LiveState(module, torch.optim.AdamW(module.parameters(), lr=0.1), torch.device("cpu"))
+    averaged = None
     other = torch.optim.AdamW(plain.parameters(), lr=0.1)
     average, expected = Average(lambda: state, 0.7), None
     for step in range(1, 30):

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +12,6 @@ from accelerate import Accelerator
 from tests.faults import refusal
 from tests.splits import of_lengths
 from toolkit.config import TrainingSettings
-from toolkit.config.sections import LongTrainingSettings, SchedulerName
 from toolkit.data.batches import Batch, GlobalBatches
 from toolkit.data.tokens import Split
 from toolkit.features.titles.data import TitleSplit
@@ -64,21 +63,6 @@ def test_a_text_longer_than_any_batch() -> None:
         says=says,
     )
     make_schedule(TrainingSettings(max_tokens_per_batch=100), of_lengths(lengths), processes=1)
-
-
-@pytest.mark.parametrize(
-    ("settings", "device", "longest", "expected"),
-    [({}, "cpu", 512, 2048), ({}, "cpu", 4096, 4096), ({}, "cuda", 512, None),
-     ({"max_tokens_per_batch": 600}, "cpu", 9, 600), ({"per_device_batch_size": "auto"}, "cpu", 512, 2048)],
-)  # fmt: skip
-def test_tokens_of_a_micro_batch(
-    settings: dict[str, Any], device: str, longest: int, expected: int | None
-) -> None:
-    assert (
-        TrainingSettings(**settings).limit_tokens(device, longest).max_tokens_per_batch == expected
-    )
-    on_gpu = LongTrainingSettings(**settings).limit_tokens("cuda", longest).max_tokens_per_batch
-    assert on_gpu == settings.get("max_tokens_per_batch", 16384)
 
 
 TOKENIZER = SimpleNamespace(pad_token_id=0, padding_side="right")
@@ -241,22 +225,3 @@ def test_warmup_is_counted_in_optimizer_steps(options: dict[str, Any], warmup: i
         step / warmup if step < warmup else (10 - step) / (10 - warmup) for step in range(10)
     ]
     assert rates(10, **options) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("name", get_args(SchedulerName))
-@pytest.mark.parametrize("total", [1, 4])
-def test_a_schedule_of_warmup_alone(name: str, total: int) -> None:
-    expected = [1.0] * total if name == "constant" else [step / total for step in range(total)]
-    assert rates(total, lr_scheduler_type=name, warmup_steps=total) == pytest.approx(expected)
-
-
-def test_a_learning_rate_below_that_at_the_end_of_polynomial() -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-7)
-    settings = TrainingSettings(learning_rate=1e-7, lr_scheduler_type="polynomial")
-    refusal(
-        make_scheduler,
-        optimizer,
-        settings,
-        4,
-        says=["--lr_scheduler_type polynomial", "--learning_rate 1e-07"],
-    )
