@@ -12,26 +12,28 @@ from tests.test_your_own_recipe import PAGES, edited, edits_of
 from toolkit.training.verified import read_record
 
 CLS = "recipes/cls.py"
-LOSSES = "objective(batch, logits)"
-BACKWARD = f"accelerator.backward(step.mean({LOSSES}))  #"
-LOGITS = "            logits = model(**batch.inputs).logits  # (B, C)\n            accelerator"
-STEPS = "    for step in run.steps():\n"
-DROPOUT = LOGITS.replace(
-    "  # (B, C)\n", "\n            logits = torch.dropout(logits, 0.1, True)\n"
-)
+BACKWARD = "accelerator.backward(step.mean(losses))  #"
+LOSSES = "            losses = objective(batch, logits)"
+STEPS = "    for step in run.steps(evaluate):"
+GATHER = "(batch.ids, logits, losses)"
 # name -> ({line of the recipe: its wrong version}, a part of the reason, the run that shows it)
 WRONG: dict[str, tuple[dict[str, str], str, str]] = {
-    "gradients": ({BACKWARD: f"accelerator.backward(step.mean({LOSSES})); "
-                             "[each.grad.mul_(0.5) for each in model.parameters()]  #"},
-                  "inside the loop over micro-batches", "other-micro-batches"),
-    "divided": ({BACKWARD: f"accelerator.backward(step.mean({LOSSES} / len(logits)))  #"},
-                "divided by the micro-batch's size", "other-micro-batches"),
-    "randomness": ({LOGITS: DROPOUT}, "random numbers", "other-randomness"),
-    "evaluation": ({"batch.padded(logits, losses)": "batch.padded(logits, losses * accelerator.num_processes)"},
-                   "only the evaluation differs", "ddp"),
-    "resumed": ({STEPS: f"    seen = []\n{STEPS}        seen.append(step)\n",
-                 BACKWARD: f"accelerator.backward(step.mean({LOSSES} * len(seen)))  #"},
-                "no checkpoint has all", "ddp-resumed"),
+    "gradients": (
+        {BACKWARD: BACKWARD.replace("  #", "; [each.grad.mul_(0.5) for each in model.parameters()]  #")},
+        "inside the loop over micro-batches", "other-micro-batches"),
+    "divided": (
+        {BACKWARD: BACKWARD.replace("(losses)", "(losses / len(logits))")},
+        "divided by the micro-batch's size", "other-micro-batches"),
+    "randomness": (
+        {LOSSES: f"            logits = __import__('torch').dropout(logits, 0.1, True)\n{LOSSES}"},
+        "random numbers", "other-randomness"),
+    "evaluation": (
+        {GATHER: "(batch.ids, logits, losses * accelerator.num_processes)"},
+        "only the evaluation differs", "ddp"),
+    "resumed": (
+        {STEPS: f"    seen = []\n{STEPS}\n        seen.append(step)  #",
+         BACKWARD: BACKWARD.replace("losses", "losses * len(seen)")},
+        "no checkpoint has all", "ddp-resumed"),
 }  # fmt: skip
 
 
