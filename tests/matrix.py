@@ -71,12 +71,8 @@ FEW = [*TINY, "--train_file", inputs.uneven_reviews, "--text_column", "text", "-
        21, "--max_train_samples", 36, "--max_steps", 3, "--eval_every", 3]  # fmt: skip
 ONE_LABEL = [*FEW, "--label_column", "label"]
 SEVERAL_LABELS = [*FEW, "--label_column", "tags", "--label_separator", "|"]
-PAIRS = [
-    *ONE_LABEL,
-    "--model_name_or_path",
-    inputs.masked_model,
-    *"--text_pair other --max_length 120".split(),
-]
+PAIRS = [*ONE_LABEL, "--model_name_or_path", inputs.masked_model]
+PAIRS += "--text_pair other --max_length 120".split()
 # 48 texts of 100 to 1500 tokens. Attention is sparse above 704 tokens, and which tokens a text's attention reaches then
 # depends on how far its batch is padded: the micro-batches are the same ones on 1, 2 and 3 processes (6 of 2 texts)
 LONG = ["--model_name_or_path", inputs.sharp_model, *QUIET, "--train_file", partial(inputs.long_split, "train"),
@@ -123,12 +119,8 @@ def classifier(*techniques: str, pages: Sequence[str] = ()) -> Job:
 
 def labelled(kind: str) -> Job:
     """With all that a run writes of this kind of labels."""
-    files = [
-        "--train_file",
-        partial(inputs.labelled, kind, "train"),
-        "--test_file",
-        partial(inputs.labelled, kind, "test"),
-    ]
+    files = ["--train_file", partial(inputs.labelled, kind, "train")]
+    files += ["--test_file", partial(inputs.labelled, kind, "test")]
     if kind == "several numbers":
         files += ["--label_column", "length,good"]
     return Job("recipes.cls", [*LABELLED, *files], pages=["ddp x2"])

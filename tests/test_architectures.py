@@ -25,10 +25,8 @@ from toolkit.features.predict.command import predict_file
 from toolkit.models.classifier import load_classifier, load_saved_classifier
 
 # FEW: in the test that is not slow
-EVERY, FEW = (
-    tuple(ARCHITECTURES),
-    ("ALBERT", "GTE", "Qwen3, LoRA"),
-)
+EVERY = tuple(ARCHITECTURES)
+FEW = ("ALBERT", "GTE", "Qwen3, LoRA")
 # each way resumes the checkpoints of the one before it
 SHARDED = {"ddp x2": "single", "zero2 x2": "ddp x2", "zero3 x2": "zero2 x2", "fsdp2 x2": "zero3 x2"}
 COMMON = ["--text_column", "text", "--label_column", "label", "--text_pair", "other", "--dropout", 0, "--report_to",
@@ -123,14 +121,8 @@ def assert_converts(run: Path, out: Path) -> None:
 
 
 def assert_predicts(run: Path, rows: Path, out: Path) -> None:
-    words = [
-        "predict",
-        run / "model",
-        rows,
-        "--output",
-        out,
-        *"--overwrite --mixed_precision no".split(),
-    ]
+    words = ["predict", run / "model", rows, "--output", out]
+    words += "--overwrite --mixed_precision no".split()
     predict_file(build_parser().parse_args([str(word) for word in words]))
     predicted = pandas.read_json(out, lines=True)["probabilities"]
     for line in lines_of(run / "predictions.jsonl"):

@@ -134,15 +134,6 @@ def test_the_default_job(tmp_path: Path) -> None:
     assert not lost["missing_keys"]
 
 
-def test_transformers_own_attention_gives_the_same() -> None:
-    eager = single("eager", [*SPARSE, "--max_steps", STOPPED, "--attn_implementation", "eager"])
-    assert losses_of(eager) == pytest.approx(losses_of(runs("single")["long"])[:STOPPED], rel=1e-5)
-    ours = single("stopped", [*SPARSE, "--max_steps", STOPPED])
-    mine, theirs = (lines_of(run / "eval.jsonl")[0] for run in (eager, ours))
-    assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
-    assert (mine["step"], mine["confusion_matrix"]) == (theirs["step"], theirs["confusion_matrix"])
-
-
 def own_logits(folder: Path, texts: list[str], training: bool) -> torch.Tensor:
     """(N, C): each text alone, by nothing but transformers, whose attention stays full after a text of 704 tokens or
     fewer unless it is told otherwise."""

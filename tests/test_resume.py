@@ -202,12 +202,8 @@ def test_a_finished_run_goes_on_when_asked_for_more(
 
 def test_early_stopping_stays_stopped(settings: list[Any], tmp_path: Path) -> None:
     run = tmp_path / "run"
-    arguments = [
-        *settings,
-        "--output_dir",
-        run,
-        *"--learning_rate 1e-12 --early_stopping_patience 1".split(),
-    ]
+    arguments = [*settings, "--output_dir", run]
+    arguments += "--learning_rate 1e-12 --early_stopping_patience 1".split()
     assert "f1_macro has not improved in 1 evaluations: stopping early" in train(*arguments)
     before = [lines_of(run / name) for name in ("metrics.jsonl", "eval.jsonl")]
     assert len(before[0]) == 8

@@ -39,14 +39,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("the docs extra is not installed")
     out = tmp_path_factory.mktemp("site")
     for folder, tags in ((out, []), (out / "zh", ["-t", "zh"])):
-        build = [
-            sys.executable,
-            *"-m sphinx -q -W --keep-going -c".split(),
-            ROOT / "docs",
-            *tags,
-            ROOT,
-            folder,
-        ]
+        build = [sys.executable, *"-m sphinx -q -W --keep-going -c".split(), ROOT / "docs", *tags]
+        build += [ROOT, folder]
         start(
             [*build, "-d", tmp_path_factory.mktemp("trees")], env={"PYTHONPATH": str(ROOT)}
         ).succeeded()

@@ -78,11 +78,9 @@ def test_kept_layers_are_evenly_spaced() -> None:
     model.config = AutoConfig.for_model("modernbert", num_hidden_layers=12)
     model.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Dropout()) for _ in range(12))
     # as DistilBERT's
-    before, kinds, places = (
-        list(model.layers),
-        model.config.layer_types,
-        [0, 2, 4, 7, 9, 11],
-    )
+    before = list(model.layers)
+    kinds = model.config.layer_types
+    places = [0, 2, 4, 7, 9, 11]
     keep_layers(model, 6, "m")
     assert [before.index(layer) for layer in model.layers] == places
     assert (model.config.num_hidden_layers, model.config.layer_types) == (

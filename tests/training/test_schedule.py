@@ -12,14 +12,12 @@ from accelerate import Accelerator
 from tests.faults import refusal
 from tests.splits import of_lengths
 from toolkit.config import TrainingSettings
-from toolkit.data.batches import Batch, GlobalBatches
+from toolkit.data.batches import Batch
 from toolkit.data.tokens import Split
-from toolkit.features.titles.data import TitleSplit
-from toolkit.objective.losses import sample_losses, token_losses
-from toolkit.training.optimizer import make_scheduler, parameter_groups
-from toolkit.training.prepare import prepare_for_strategy
+from toolkit.objective.losses import sample_losses
+from toolkit.training.optimizer import make_scheduler
 from toolkit.training.schedule import make_schedule
-from toolkit.training.steps import Step, Steps
+from toolkit.training.steps import Step
 
 
 @pytest.mark.parametrize(
@@ -69,7 +67,7 @@ TOKENIZER = SimpleNamespace(pad_token_id=0, padding_side="right")
 
 
 class Toy(torch.nn.Module):
-    """Embeds a text as the mean of its tokens, and predicts two classes, or 20 tokens at each position."""
+    """Embeds a text as the mean of its tokens, and predicts two classes; `tokens` is unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,104 +80,15 @@ class Toy(torch.nn.Module):
         ids = batch.inputs["input_ids"]  # (B, S)
         mask = batch.inputs.get("attention_mask", torch.ones_like(ids))[..., None]  # (B, S, 1)
         text = (self.words(ids) * mask).sum(1) / mask.sum(1)  # (B, 5)
-        if "decoder_input_ids" not in batch.inputs:
-            return sample_losses(self.classes(text), batch.labels, "single_label_classification")
-        return token_losses(
-            self.tokens(text[:, None] + self.words(batch.inputs["decoder_input_ids"])), batch.labels
-        )
+        return sample_losses(self.classes(text), batch.labels, "single_label_classification")
 
 
-def split_of(titled: bool) -> Split:
-    """50 texts of 1 to 40 tokens, with two classes or titles of 2 to 12 tokens."""
+def split_of() -> Split:
+    """50 texts of 1 to 40 tokens, with two classes."""
     generator = np.random.default_rng(5)
-
-    def tokens(most: int, least: int) -> tuple[np.ndarray, np.ndarray]:
-        offsets = np.cumsum([0, *generator.integers(least, most + 1, 50)])
-        return generator.integers(0, 20, offsets[-1]).astype(np.int32), offsets
-
-    texts, titles = tokens(40, 1), tokens(12, 2)
-    common = ("train", Path(), *texts, generator.integers(0, 2, 50), np.arange(50))
-    return TitleSplit(*common, *titles) if titled else Split(*common)
-
-
-def trained(split: Split, **options: Any) -> tuple[list[float], list[torch.Tensor], set[int]]:
-    """(loss and gradient norm of each step, final weights, numbers of micro-batches of steps)."""
-    settings = TrainingSettings(
-        global_batch_size=16, num_train_epochs=2, learning_rate=0.1, **options
-    )
-    accelerator = Accelerator(cpu=True)
-    torch.manual_seed(0)
-    model = Toy()
-    schedule = make_schedule(settings, split, 1)
-    unused = model.classes if isinstance(split, TitleSplit) else model.tokens
-    unused.requires_grad_(False)
-    optimizer: Any = torch.optim.AdamW(parameter_groups(model, 0.01), lr=0.1)
-    model, optimizer = prepare_for_strategy(accelerator, settings, schedule, model, optimizer)
-    assert accelerator.gradient_accumulation_steps == schedule.accumulation
-    scheduler = make_scheduler(optimizer, settings, schedule.total_steps)
-    steps = Steps(accelerator, split, TOKENIZER, settings, schedule, model, optimizer, scheduler)
-    numbers: list[float] = []
-    counts: set[int] = set()
-    progress: list[float] = []
-    steps._collate.at = lambda epoch, share: progress.append(share) or steps._collate  # type: ignore[method-assign]
-    for step in steps:
-        computed = 0
-        for count, batch in enumerate(step.micro_batches(model), 1):
-            computed += batch.inputs["input_ids"].numel()
-            assert count <= schedule.accumulation
-            accelerator.backward(step.mean(model(batch)))
-        counts.add(count)
-        step.grad_norm = accelerator.clip_grad_norm_(model.parameters(), settings.clip_norm)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        (metrics,) = steps.finish(step)
-        numbers += [metrics.loss, metrics.grad_norm]
-        assert (metrics.samples, metrics.tokens) == (
-            len(step.indices),
-            split.lengths[step.indices].sum(),
-        )
-        assert metrics.padding == pytest.approx(1 - metrics.tokens / computed, abs=1e-4)
-    assert (progress[0], progress[-1]) == (0, schedule.total_steps > 1)
-    return numbers, [parameter.detach().clone() for parameter in model.parameters()], counts
-
-
-@pytest.mark.parametrize("titled", [False, True])
-def test_max_tokens_per_batch_changes_no_loss_gradient_or_weight(
-    titled: bool, no_launcher: None
-) -> None:
-    split = split_of(titled)
-    numbers, weights, counts = trained(split)
-    assert counts == {1}
-    for options in (
-        {"max_tokens_per_batch": 60},
-        {"max_tokens_per_batch": 150, "per_device_batch_size": 4},
-    ):
-        actual, limited, counts = trained(split, **options)
-        assert len(counts) > 1
-        assert actual == pytest.approx(numbers, rel=1e-5)
-        torch.testing.assert_close(limited, weights, rtol=1e-4, atol=1e-6)
-
-
-def test_the_loss_of_titles_is_the_mean_over_all_their_tokens(no_launcher: None) -> None:
-    split = split_of(titled=True)
-    torch.manual_seed(0)
-    model = Toy()
-    (indices, *_) = GlobalBatches(split.lengths, 16, 42, 0)
-    every = []
-    for index in indices:
-        text, title = (
-            torch.from_numpy(part.astype(np.int64))
-            for part in (split.tokens(index), split.target(index))
-        )
-        logits = model.tokens(model.words(text).mean(0) + model.words(title[:-1]))
-        every.append(torch.nn.functional.cross_entropy(logits, title[1:], reduction="none"))
-    mean = torch.cat(every).mean()
-    assert torch.cat(every).shape == (split.loss_denominators(indices).sum(),)
-    mean.backward()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    actual = trained(split, max_steps=1, max_tokens_per_batch=60)[0]
-    assert actual == pytest.approx([mean.item(), norm.item()], rel=1e-5)
+    offsets = np.cumsum([0, *generator.integers(1, 41, 50)])
+    tokens = generator.integers(0, 20, offsets[-1]).astype(np.int32)
+    return Split("train", Path(), tokens, offsets, generator.integers(0, 2, 50), np.arange(50))
 
 
 @pytest.mark.parametrize(
