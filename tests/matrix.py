@@ -108,13 +108,13 @@ TECHNIQUES: dict[str, Words] = {
 }  # fmt: skip
 
 
-def classifier(*techniques: str, pages: Sequence[str] = ()) -> Job:
+def classifier(*techniques: str) -> Job:
     """A short run of the classifier with these techniques."""
     several = "pos_weight" in techniques
     words = [word for name in techniques for word in TECHNIQUES[name]]
     if several and "teacher" in techniques:
         words[words.index("--teacher") + 1] = teacher("several labels")
-    return Job("recipes.cls", [*(SEVERAL_LABELS if several else ONE_LABEL), *words], pages=pages)
+    return Job("recipes.cls", [*(SEVERAL_LABELS if several else ONE_LABEL), *words])
 
 
 def labelled(kind: str) -> Job:
@@ -137,13 +137,12 @@ JOBS: dict[str, Job] = {
     "any length": Job("recipes.cls", [*ONE_LABEL, "--group_by_length", "false"]),
     "sampling": Job("recipes.cls", [*ONE_LABEL, "--sampling", "sqrt", "--max_tokens_per_batch", 300]),
     "rmsprop": Job("recipes.cls", [*ONE_LABEL, "--optimizer", "torch.optim.RMSprop", "--optimizer_args", "alpha=0.9",
-                                   "--layerwise_lr_decay", 0.8, "--freeze_layers", 1, "--reinit_layers", 1],
-                   pages=["single"]),
+                                   "--layerwise_lr_decay", 0.8, "--freeze_layers", 1, "--reinit_layers", 1]),
     "momentum": Job("recipes.cls", [*ONE_LABEL, "--optimizer", "sgd", "--optimizer_args", "momentum=0.9",
                                     "--learning_rate", "5e-2", "--layerwise_lr_decay", 0.7]),
     "adafactor": Job("recipes.cls", [*ONE_LABEL, "--optimizer", "adafactor"]),
     "two terms": classifier("r-drop", "fgm"),
-    "weights": classifier("class weights", "focal", "ema", pages=["single"]),
+    "weights": classifier("class weights", "focal", "ema"),
     "lora recomputed": classifier("lora", "recomputed", "class weights"),
     "pairs": Job("recipes.cls", PAIRS),
     "padding-free": Job("recipes.cls", [*PAIRS, "--padding_free", "true"], reference="pairs"),

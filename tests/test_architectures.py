@@ -35,7 +35,6 @@ COMMON = ["--text_column", "text", "--label_column", "label", "--text_pair", "ot
 # resumed runs use gradient checkpointing, too
 PLAIN, RESUMED, BF16 = "plain", "resumed", "bf16"
 TEXTS = ("a fine film", "the story, dull as it is, goes on and on")
-LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed")
 Runs = Callable[..., Path]
 
 

@@ -50,10 +50,6 @@ RECIPES = {"cls": CLS, "bigbird": BIGBIRD, "title": TITLE, "pretrain": PRETRAIN}
 JOBS = {
     f"{name} {job}": (name, words) for name, jobs in RECIPES.items() for job, words in jobs.items()
 }
-# synchronizations in transformers' forward pass, one per architecture
-WAITS = {"DeBERTa-v2": "modeling_deberta_v2.py", "DeBERTa-v3": "modeling_deberta_v2.py",
-         "Longformer": "is_index_global_attn.flatten().any().item()", "Qwen3": "find_packed_sequence_indices",
-         "Qwen3, LoRA": "find_packed_sequence_indices"}  # fmt: skip
 CLEAN = {"error": "", "computing": [], "evaluating": []}
 
 

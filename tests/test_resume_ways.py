@@ -97,9 +97,3 @@ def test_bf16(way: str, settings: list[Any], tmp_path: Path) -> None:
     # fp32, unrounded
     assert all(torch.equal(tensor, masters[name]) for name, tensor in model.items())
     assert json.loads((tmp_path / "zero/model/config.json").read_text())["dtype"] == "float32"
-
-
-TORCHRUN = [
-    *"torchrun --nproc_per_node 2 recipes/cls.py".split(),
-    *"--deepspeed_config ds_configs/zero2.json".split(),
-]

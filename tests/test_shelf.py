@@ -14,11 +14,6 @@ from tests.runs import ROOT
 from toolkit import __version__
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-OTHERS = [
-    ROOT / "CITATION.cff",
-    ROOT / ".pre-commit-config.yaml",
-    *(ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"),
-]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 LINES = re.findall(
     r"^([a-z][\w-]*(?: [a-z][\w-]*)*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M

@@ -156,27 +156,20 @@ def test_the_tokenizer_is_berts(kind: str | None, bert: Bert, out: Path, tmp_pat
 @pytest.mark.parametrize(
     ("changed", "sizes", "message"),
     [
-        (
-            {"model_type": "roberta"},
-            {},
-            "model_type roberta, and only bert can be converted: use bert-base-chinese",
-        ),
+        ({"model_type": "roberta"}, {},
+         "model_type roberta, and only bert can be converted: use bert-base-chinese"),
         ({"model_type": "big_bird"}, {}, "already is a BigBird, with 48 positions"),
         ({"position_embedding_type": "relative_key"}, {}, "position_embedding_type relative_key"),
         ({"is_decoder": True}, {}, "is a decoder"),
         ({"num_hidden_layers": 1}, {}, "do not match its config.json (encoder.layer.1."),
         ({"num_hidden_layers": 3}, {}, "do not match its config.json (bert.encoder.layer.2."),
         ({"hidden_size": 48}, {}, "do not match its config.json"),
-        (
-            {"vocab_size": 200},
-            {},
-            "do not match its config.json (bert.embeddings.word_embeddings.weight ",
-        ),
-        ({}, {"max_length": 40}, "--max_length 40"),
-        ({}, {"max_length": 100}, "use 104"),
+        ({"vocab_size": 200}, {},
+         "do not match its config.json (bert.embeddings.word_embeddings.weight "),
+        ({}, {"max_length": 40}, "--max_length 40"), ({}, {"max_length": 100}, "use 104"),
         ({}, {"max_length": 56}, "--max_length 56"),
     ],
-)
+)  # fmt: skip
 def test_unsuitable_models_and_lengths(
     bert: Bert, out: Path, changed: Any, sizes: Any, message: str
 ) -> None:

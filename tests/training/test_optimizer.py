@@ -87,21 +87,15 @@ def test_layerwise_lr_decay(model_type: str) -> None:
     ("options", "kind", "expected"),
     [
         ({}, torch.optim.AdamW, {"fused": True}),
-        (
-            {"optimizer_args": "betas=(0.8,0.95), eps=1e-6"},
-            torch.optim.AdamW,
-            {"betas": (0.8, 0.95), "eps": 1e-6},
-        ),
+        ({"optimizer_args": "betas=(0.8,0.95), eps=1e-6"}, torch.optim.AdamW,
+         {"betas": (0.8, 0.95), "eps": 1e-6}),
         ({"optimizer_args": "foreach=True"}, torch.optim.AdamW, {"foreach": True, "fused": False}),
-        (
-            {"optimizer": "SGD", "optimizer_args": "momentum=0.9,nesterov=True"},
-            torch.optim.SGD,
-            {"nesterov": True},
-        ),
+        ({"optimizer": "SGD", "optimizer_args": "momentum=0.9,nesterov=True"}, torch.optim.SGD,
+         {"nesterov": True}),
         ({"optimizer": "adafactor"}, torch.optim.Adafactor, {}),
         ({"optimizer": "torch.optim.RMSprop"}, torch.optim.RMSprop, {}),
     ],
-)
+)  # fmt: skip
 def test_optimizers_by_name(options: dict[str, Any], kind: type, expected: dict[str, Any]) -> None:
     optimizer = make_optimizer(
         tiny("bert"), TrainingSettings(learning_rate=0.25, weight_decay=0.1, **options)
@@ -115,17 +109,12 @@ def test_optimizers_by_name(options: dict[str, Any], kind: type, expected: dict[
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"optimizer": "adamm"},
-            r"--optimizer adamm .*adamw\?.* adamw, adafactor, sgd",
-        ),
+        ({"optimizer": "adamm"}, r"--optimizer adamm .*adamw\?.* adamw, adafactor, sgd"),
         ({"optimizer": "torch.optim.Nothing"}, "cannot be imported"),
         ({"optimizer": "no.such.Thing"}, "cannot be imported: No module named 'no'"),
         ({"optimizer": "torch.nn.Linear"}, "is not a torch.optim.Optimizer"),
-        (
-            {"optimizer": "sgd", "optimizer_args": "momentun=0.9"},
-            "momentun'.*; SGD takes momentum, dampening",
-        ),
+        ({"optimizer": "sgd", "optimizer_args": "momentun=0.9"},
+         "momentun'.*; SGD takes momentum, dampening"),
         ({"optimizer": "torch.optim.Muon"}, "only supports 2D parameters"),
         ({"optimizer": "torch.optim.LBFGS"}, "--optimizer torch.optim.LBFGS"),
         ({"optimizer_args": "lr=1e-3"}, "--learning_rate"),
@@ -134,7 +123,7 @@ def test_optimizers_by_name(options: dict[str, Any], kind: type, expected: dict[
         ({"optimizer_args": "0.9"}, "each argument needs a name"),
         ({"optimizer_args": "eps=1)("}, "write momentum=0.9"),
     ],
-)
+)  # fmt: skip
 def test_an_optimizer_that_cannot_be_made(options: dict[str, Any], message: str) -> None:
     refusal(make_optimizer, tiny("bert"), TrainingSettings(**options), match=message)
 

@@ -94,12 +94,10 @@ def split_of() -> Split:
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
-        ({}, [4, 8, 12]),
-        ({"eval_every": 5}, [5, 10, 12]),
-        ({"eval_every": 100}, [12]),
+        ({}, [4, 8, 12]), ({"eval_every": 5}, [5, 10, 12]), ({"eval_every": 100}, [12]),
         ({"max_steps": 6}, [4, 6]),
     ],
-)
+)  # fmt: skip
 def test_evaluations(options: dict[str, Any], steps: list[int]) -> None:
     schedule = make_schedule(TrainingSettings(**options), of_lengths(np.full(100, 8)), processes=3)
     run: Any = SimpleNamespace(schedule=schedule, collate=None)

@@ -1,7 +1,6 @@
 """A training step waits only for its gradients, until a log line is due."""
 
 import json
-import mmap
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ from toolkit.data.tokens import Split
 from toolkit.training.optimizer import make_scheduler
 from toolkit.training.schedule import make_schedule
 from toolkit.training.steps import Steps
-
-CPU = torch.device("cpu")
 
 SETTINGS = ["--max_steps", "10", "--eval_every", "8", "--global_batch_size", "12", "--per_device_batch_size", "3",
             "--learning_rate", "1e-3"]  # fmt: skip
@@ -96,9 +93,3 @@ def test_a_step_allocates_nothing_of_the_size_of_the_data(accelerator: Accelerat
     tracemalloc.stop()
     assert len(allocated) == 5
     assert max(allocated) < samples
-
-
-def use(size: int) -> None:
-    with mmap.mmap(-1, size) as memory:
-        for start in range(0, size, mmap.PAGESIZE):
-            memory[start] = 1
