@@ -50,7 +50,7 @@ def test_two_at_once(settings: list[str], tmp_path: Path) -> None:
         first.send_signal(signal.SIGCONT)
         first.finish(120).succeeded()
     assert second.code == 1
-    assert f"another run is writing to it (process {first.pid} on " in second.err
+    assert "another run is writing to it" in second.err
     assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == list(range(1, 31))
 
 

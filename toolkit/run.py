@@ -103,15 +103,13 @@ class Run:
         make_schedule_of: MakeSchedule | None = None,
     ) -> tuple[Any, Any, AcceleratedScheduler]:
         """(model, optimizer, scheduler): copied to every process, or sharded, as the config file
-        says, with rank 0's weights. Opens `--output_dir`.
+        says, with rank 0's weights.
 
         `make_schedule_of`: optimizer -> a scheduler of torch, in place of `--lr_scheduler_type`;
         `run.schedule` has the number of steps. Raises UserError for settings, a model or an
-        optimizer that the strategy cannot train, and for a run in the folder that `--resume`
-        excludes."""
+        optimizer that the strategy cannot train."""
         accelerator, train = self.accelerator, self.data.train
         check_tokenizer(self.tokenizer)
-        self._open_folder()
         training = self._fit_to_device(model)
         self.schedule = make_schedule(training, train, accelerator.num_processes)
         model, optimizer = prepare_for_strategy(
@@ -121,9 +119,6 @@ class Run:
         scheduler = make_scheduler(optimizer, training, total_steps, make_schedule_of)
         objects = (self.schedule, model, optimizer, scheduler)
         self._steps = Steps(accelerator, train, self.tokenizer, training, *objects)
-        self.checkpoints = Checkpoints(
-            self._steps, self.tokenizer, self.best, self.folder.path, self.facts
-        )
         if (training.warmup_steps or 0) >= total_steps:
             never = f"the run has {total_steps} steps, and never reaches --learning_rate"
             self.say(f"--warmup_steps {training.warmup_steps}: {never}")
@@ -141,7 +136,9 @@ class Run:
         training = training.limit_tokens(accelerator.device.type, int(train.lengths.max()))
         return fit_batch_size(accelerator, model, collate, training)
 
-    def _open_folder(self) -> None:
+    def _open_folder(self, evaluate: Evaluate) -> None:
+        """Not before `evaluate` has run once: a mistake in it, or in `--metric_for_best_model`,
+        leaves no folder behind."""
         settings, data = self.settings, self.data
         training = settings.training
         self.facts: dict[str, Any] = {
@@ -157,7 +154,11 @@ class Run:
             training.greater_is_better,
         )
         self.answers = ClassAnswers(data.labels) if data.facts.get("labels") else Answers()
+        self._try_evaluation(evaluate)
         self.folder = open_run_folder(self.accelerator, training, self.recipe, self.facts)
+        self.checkpoints = Checkpoints(
+            self._steps, self.tokenizer, self.best, self.folder.path, self.facts
+        )
         fault = "`run.finish(evaluate)` was not called: no results were written"
         exit_state.unfinished = f"{self.folder.path}: {fault}"
 
@@ -195,11 +196,11 @@ class Run:
                 return
 
     def _resume(self, evaluate: Evaluate) -> None:
+        self._open_folder(evaluate)
         model, steps, path = self._steps.model, self._steps, self.folder.path
         training = self.settings.training
         decay = training.ema_decay
         self._average = None if decay is None else Average(self.checkpoints.live, decay)
-        self._try_evaluation(evaluate)
         free_settings = settings_of_features(self.settings)
         resumed = resume_from(self.checkpoints, self.folder.origin, free_settings)
         self.files = RunFiles(self.accelerator, path)

@@ -34,8 +34,8 @@ def test_no_synchronization_between_log_lines(
     assert "Warning" not in finished.err
     steps = json.loads((tmp_path / "notes.json").read_text())
     assert len(steps) == 10
-    assert [step["clipping"] for step in steps if step["clipping"]] == []
-    if way == "ddp x2":  # DeepSpeed looks at the norm in its own step
+    if way == "ddp x2":  # accelerate and DeepSpeed read the norm in each step
+        assert [step["clipping"] for step in steps if step["clipping"]] == []
         computing = [sorted(set(step["computing"])) for step in steps]
         del computing[1]  # where DDP arranges its gradients, once
         assert [names for names in computing if names != ["c10d::allreduce_"]] == []

@@ -240,6 +240,11 @@ def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path)
     for name in live.module.state_dict():
         if _saved_name(name) in file.shapes:
             saved_names[tied.get(name, name)] = _saved_name(name)
+    trained = [name for name, each in live.module.named_parameters() if each.requires_grad]
+    missing = [name for name in trained if name not in saved_names]
+    if missing:
+        remedy = "remove it, and the run saves its best model again"
+        raise UserError(f"{path} lacks {listing(missing, 3)}: {remedy}")
     shapes = {name: shape for name, shape in live.weight_shapes().items() if name in saved_names}
 
     def read(name: str) -> torch.Tensor:

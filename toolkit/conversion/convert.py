@@ -55,7 +55,7 @@ def convert(checkpoint: Path, out: Path, settings: ConvertSettings) -> list[str]
     with explain_write_errors(out), replace_folder(out) as draft:
         size = write.write_tensors(draft / "model.safetensors", tensors, dtype)
         if folder is not None:
-            write.copy_files(folder, draft, dtype)
+            write.copy_files(folder, draft, dtype, is_own=folder == opened.path)
     step = f" from step {opened.step}" if opened.step is not None else ""
     return [line, f"wrote {out}{step}: {size} of {settings.dtype}"]
 

@@ -30,10 +30,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Stored], dtype: torch.dtype)
     return size_text(path.stat().st_size)
 
 
-def copy_files(source: Path, folder: Path, dtype: torch.dtype) -> None:
+def copy_files(source: Path, folder: Path, dtype: torch.dtype, is_own: bool) -> None:
     """Copies the tokenizer and what else belongs to a model, and its config, with the dtype of the
-    weights, in which `from_pretrained` loads them."""
-    for path in {path for pattern in _FILES for path in source.glob(pattern)}:
+    weights, in which `from_pretrained` loads them. `is_own`: the weights are `source`'s, and so the
+    thresholds that were tuned on them are copied, too."""
+    patterns = [*_FILES]
+    if is_own:
+        patterns.append("decisions.json")
+    for path in {path for pattern in patterns for path in source.glob(pattern)}:
         shutil.copyfile(path, folder / path.name)
     config = read_table(source / CONFIG, {})
     config.pop("torch_dtype", None)
