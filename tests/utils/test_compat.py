@@ -16,36 +16,31 @@ from toolkit.utils.compat import TESTED, require
 # module (not imported) -> names that its source must contain
 NAMES = {
     "accelerate.commands.launch": ("_validate_launch_command",),
-    "torch.nn.modules.module": ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     "torch._dynamo.exc": ("FailOnRecompileLimitHit", "TorchDynamoException"),
     "torch._functorch.config": ("force_non_lazy_backward_lowering", "donated_buffer"),
     "torch._inductor.choices": ("get_flex_attention_bwd_configs",),
     "torch._inductor.virtualized": ("set_choices_handler",),
     "torch.distributed.tensor._utils": ("compute_local_shape_and_global_offset",),
     "torch.amp.grad_scaler": ("_step_supports_amp_scaling",),
-    "torch.distributed._tools.mem_tracker": ("MemTracker", "track_external", "get_tracker_snapshot",
-                                                "_param_to_grad_hook_handles"),
-    "torch._subclasses.fake_tensor": ("FakeTensorMode",),
     "deepspeed.ops": ("__compatible_ops__",),
     "deepspeed.runtime.zero.stage_1_and_2": (
         "single_partition_of_fp32_groups", "round_robin_bit16_groups", "round_robin_bit16_offsets",
         "real_dp_process_group", "update_lp_params"),
-    "deepspeed.runtime.zero.linear": ("LinearFunctionForZeroStage3", "forward"),
     "deepspeed.runtime.zero.stage3": (
-        "fp32_partitioned_groups_flat", "fp16_partitioned_groups_flat", "fp16_partitioned_groups", "fp16_groups",
-        "grad_position", "get_param_id", "checkpoint_event_prologue", "checkpoint_event_epilogue"),
+        "fp32_partitioned_groups_flat", "fp16_partitioned_groups_flat", "fp16_partitioned_groups",
+        "fp16_groups", "grad_position", "get_param_id", "checkpoint_event_prologue",
+        "checkpoint_event_epilogue"),
     "deepspeed.runtime.zero.partition_parameters": (
-        "ds_tensor", "ds_numel", "ds_shape", "ds_status", "ds_process_group"),
-    "deepspeed.runtime.fp16.loss_scaler": ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"),
+        "ds_tensor", "ds_numel", "ds_shape", "ds_process_group"),
+    "deepspeed.runtime.fp16.loss_scaler": (
+        "cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"),
     "transformers.integrations.deepspeed": ("_hf_deepspeed_config_weak_ref",),
     "transformers.utils.output_capturing": ("_CAN_RECORD_REGISTRY", "_can_record_outputs"),
     "transformers.models.big_bird.modeling_big_bird": (
-        "BigBirdModel", "BigBirdAttention", "_bigbird_block_rand_mask", "_bigbird_block_rand_mask_with_head",
-        "_get_rand_attn_plan"),
+        "BigBirdModel", "BigBirdAttention", "_bigbird_block_rand_mask",
+        "_bigbird_block_rand_mask_with_head", "_get_rand_attn_plan"),
     "transformers.models.bert.modeling_bert": (
-        "BertForSequenceClassification", "BertAttention", "BertPooler", "BertSelfAttention"),
-    "transformers.masking_utils": ("_ignore_bidirectional_mask_sdpa", "_ignore_causal_mask_sdpa"),
-    "transformers.modeling_utils": ("warn_if_padding_and_no_attention_mask",),
+        "BertForSequenceClassification",),
     "datasets.arrow_dataset": ("_fingerprint",),
 }  # fmt: skip
 
