@@ -19,7 +19,7 @@ COMMON = ["--text_column", "text", "--report_to", "none", "--max_steps", 2, "--e
           "--global_batch_size", 5, "--per_device_batch_size", 3]  # fmt: skip
 META = ["--mixed_precision", "no", "--optimizer_args", "fused=False"]  # `meta` supports neither
 CLASSES = ["--label_column", "label"]
-TAGS = ["--label_column", "tags", "--problem_type", "multi_label_classification"]
+TAGS = "--label_column tags --label_separator |".split()
 NUMBERS = ["--label_column", "length", "--problem_type", "regression"]
 BOTH = ["--r_drop_alpha", 1, "--fgm_epsilon", 0.5]
 CLS: dict[str, list[Any]] = {

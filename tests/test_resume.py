@@ -139,10 +139,6 @@ def test_a_refused_job_changes_nothing(
     before = digests(run)
     for message, more in OTHER.items():
         assert message in failed(*settings, "--output_dir", run, *more)
-    every = failed(
-        *settings, "--output_dir", run, *(word for more in OTHER.values() for word in more)
-    )
-    assert all(message in every for message in OTHER)
     (tmp_path / "fewer.csv").write_text(
         "".join(reviews.read_text().splitlines(keepends=True)[:150])
     )
