@@ -30,6 +30,7 @@ def interrupt_twice() -> None:
 
 class LateTracker:
     name = "trackio"
+    requires_logging_directory = False
 
     def __init__(self, run_name: str, name: str) -> None:
         self.path, self.steps = Path(run_name), list[str]()  # the project is the file

@@ -131,7 +131,7 @@ def become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     if threads := env.get("OMP_NUM_THREADS"):  # torch reads it on import
         sys.modules["torch"].set_num_threads(int(threads))
     if "TESTS_WITHOUT_PAGES" in env:  # the slowest parts of a short run
-        summary: Any = sys.modules["toolkit.report.log"].RunSummary
+        summary: Any = sys.modules["toolkit.report.summary"].RunSummary
         summary.write_pages = functools.partialmethod(
             write_pages, summary.write_pages, env["TESTS_WITHOUT_PAGES"]
         )

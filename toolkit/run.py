@@ -28,8 +28,10 @@ from toolkit.launch.exit_state import exit_state
 from toolkit.launch.signals import StopRequested
 from toolkit.pretrained import load_config
 from toolkit.report.files import RunFiles
-from toolkit.report.log import RunLog, RunSummary, start_trackers, tracker_names
+from toolkit.report.log import RunLog
 from toolkit.report.results import config_facts, evaluate_best_model
+from toolkit.report.summary import RunSummary
+from toolkit.report.trackers import start_trackers, tracker_names
 from toolkit.training.average import Average, average_as_weights
 from toolkit.training.batch_size import fit_batch_size
 from toolkit.training.checkpoints import Checkpoints

@@ -1,4 +1,4 @@
-"""toolkit/report/log.py: how trackers are started, and closed after a failure."""
+"""Trackers: how they are started, what they get, and how a failed run ends them."""
 
 import sqlite3
 import sys
@@ -7,20 +7,27 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from tests.faults import refusal
 from toolkit.config import TrainingSettings
 from toolkit.evaluation import Evaluation
-from toolkit.report.log import TRACKERS, RunLog, _mark_failed, start_trackers
+from toolkit.report import trackers
+from toolkit.report.log import RunLog
+from toolkit.report.trackers import TRACKERS, mark_failed, start_trackers
 
 
 class Tracker:
-    def __init__(self, **options: Any) -> None:
-        self.options, self.stored = options, None
+    requires_logging_directory = False
+
+    def __init__(self, project: str, *place: str, **options: Any) -> None:
+        self.name = "" if place else "other"
+        self.made = (project, *place, options)
+        self.stored: Any = None
 
     def start(self) -> None:
-        if self.options.get("run_name") == "refused":
+        if self.made[0] == "refused":
             raise sqlite3.OperationalError("no login\nand more")
 
     def store_init_configuration(self, settings: Any) -> None:
@@ -28,61 +35,49 @@ class Tracker:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def stores(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Trackers that need no server; the stores that are set for mlflow."""
     for name in TRACKERS:
         monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, Tracker)
     monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: True)
-    stores: list[str] = []
-    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(set_tracking_uri=stores.append))  # type: ignore[arg-type]
+    uris: list[str] = []
+    mlflow: Any = SimpleNamespace(set_tracking_uri=uris.append)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return uris
 
-    def start(
-        step: int = 0, **settings: Any
-    ) -> tuple[dict[str, dict[str, Any]], list[Any], list[str]]:
-        accelerator: Any = SimpleNamespace(is_main_process=True, trackers=[])
-        training = TrainingSettings(report_to=",".join(TRACKERS), **settings)
-        start_trackers(accelerator, training, tmp_path, "cls", {"seed": 3}, step)
-        options = dict(
-            zip(TRACKERS, (tracker.options for tracker in accelerator.trackers), strict=True)
-        )
-        return options, [tracker.stored for tracker in accelerator.trackers], stores
 
-    return start
+def start(folder: Path, **settings: Any) -> list[Any]:
+    accelerator = Accelerator(cpu=True)
+    training = TrainingSettings(report_to="wandb,mlflow,swanlab,trackio", **settings)
+    start_trackers(accelerator, training, folder, "cls", {"seed": 3}, 0)
+    return accelerator.trackers
 
 
 @pytest.mark.parametrize("settings", [{}, {"run_name": "first try", "project": "reviews"}])
 def test_each_tracker_gets_the_run_project_and_folder(
-    settings: dict[str, str], started: Any, tmp_path: Path
+    settings: dict[str, str], stores: list[str], tmp_path: Path
 ) -> None:
-    run, project = settings.get("run_name", tmp_path.name), settings.get("project", "cls")
-    options, stored, stores = started(**settings)
-    assert options["wandb"] == {"run_name": project, "name": run, "dir": str(tmp_path)}
-    assert options["swanlab"] == {
-        "run_name": project,
-        "experiment_name": run,
-        "logdir": f"{tmp_path}/swanlab",
-    }
-    assert options["trackio"] == {"run_name": project, "name": run}
-    folder = f"file://{tmp_path}/mlflow"
-    assert options["mlflow"] == {"experiment_name": project, "run_name": run, "logging_dir": folder}
+    run = settings.get("run_name", tmp_path.name)
+    started = start(tmp_path, **settings)
+    assert {tracker.made[0] for tracker in started} == {settings.get("project", "cls")}
+    assert [tracker.made[1] for tracker in started] == [
+        {"name": run, "dir": str(tmp_path)},
+        {"run_name": run},
+        {"experiment_name": run, "logdir": f"{tmp_path}/swanlab"},
+        {"name": run},
+    ]
+    assert [tracker.stored for tracker in started] == [{"seed": 3}] * 4
     assert stores == [f"sqlite:///{tmp_path}/mlflow/mlflow.db"]
-    place = {"run_name": settings.get("run_name", ""), "logging_dir": f"{tmp_path}/tensorboard"}
-    assert options["tensorboard"] == {**place, "purge_step": None}
-    assert stored == [None, *[{"seed": 3}] * 4]
-    assert started(step=7)[0]["tensorboard"]["purge_step"] == 8
 
 
 def test_the_users_mlflow_store_and_a_tracker_that_cannot_start(
-    started: Any, monkeypatch: pytest.MonkeyPatch
+    stores: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://somewhere")
-    options, _, stores = started()
-    assert (options["mlflow"]["logging_dir"], stores) == (None, [])
-    refusal(
-        started,
-        project="refused",
-        match=r"^--report_to wandb cannot start \(OperationalError: no login\): ",
-    )
+    start(tmp_path)
+    assert stores == []
+    refusal(start, tmp_path, project="refused", says=["--report_to", "OperationalError: no login"])
 
 
 def test_a_run_continues_without_a_tracker_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,47 +85,35 @@ def test_a_run_continues_without_a_tracker_that_fails(capsys: pytest.CaptureFixt
         raise ConnectionError("the server is gone\nand more")
 
     steps: list[int] = []
-    trackers = [SimpleNamespace(name="mlflow", log=refuse, finish=lambda: steps.append(-1)),
-                SimpleNamespace(name="trackio", log=lambda _, step: steps.append(step), finish=refuse)]  # fmt: skip
-    accelerator: Any = SimpleNamespace(trackers=trackers, is_main_process=True)
+    gone = SimpleNamespace(name="mlflow", log=refuse, finish=lambda: steps.append(-1))
+    late = SimpleNamespace(name="trackio", log=lambda _, step: steps.append(step), finish=refuse)
+    accelerator: Any = SimpleNamespace(trackers=[gone, late], is_main_process=True)
     files: Any = SimpleNamespace(
-        writes=True, append_evaluation=lambda *_: None, write_predictions=lambda _: None
+        append_evaluation=lambda *_: None, write_predictions=lambda _: None
     )
     log = RunLog(accelerator, files, 3, 2)
-    for split, step in (
-        ("validation", 1),
-        ("validation", 2),
-        ("test", 1),
-    ):  # W&B drops a step before the last
-        log.log_evaluation(Evaluation(split, {"loss": 0.5}, None), step)
+    log.log_evaluation(Evaluation("validation", {"loss": 0.5}, None), 2)
+    # W&B drops what comes before its last step
+    log.log_evaluation(Evaluation("test", {"loss": 0.5}, None), 1)
     log.close()
-    assert steps == [1, 2, 2]
-    warnings = [
-        line
-        for line in capsys.readouterr().err.splitlines()
-        if "ConnectionError: the server is gone" in line
-    ]
+    assert steps == [2, 2]
+    lines = capsys.readouterr().err.splitlines()
+    warnings = [line for line in lines if "ConnectionError: the server is gone" in line]
     assert [line.split()[1] for line in warnings] == ["mlflow", "trackio"]
 
 
 def test_a_failed_run_is_marked_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the signatures of wandb 0.31, mlflow 3.17, swanlab 0.10; a tracker that raises does not stop the others."""
+    """A tracker that raises does not stop the others."""
     ends: list[Any] = []
-    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(end_run=ends.append))  # type: ignore[arg-type]
-    wandb = SimpleNamespace(
-        name="wandb", run=SimpleNamespace(finish=lambda exit_code: ends.append(exit_code))
-    )
-    swanlab = SimpleNamespace(
-        name="swanlab", run=SimpleNamespace(finish=lambda state, error: ends.append(state))
-    )
-    tensorboard = SimpleNamespace(name="tensorboard", finish=lambda: ends.append("closed"))
-    _mark_failed(
-        [
-            SimpleNamespace(name="trackio"),
-            wandb,
-            SimpleNamespace(name="mlflow"),
-            swanlab,
-            tensorboard,
-        ]
-    )
+
+    def finish(*state: Any, exit_code: int | None = None) -> None:
+        ends.append(exit_code or state[0])
+
+    mlflow: Any = SimpleNamespace(end_run=ends.append)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    run = SimpleNamespace(finish=finish)
+    closed = SimpleNamespace(name="tensorboard", finish=lambda: ends.append("closed"))
+    names = ("trackio", "wandb", "mlflow", "swanlab")
+    mark_failed([*(SimpleNamespace(name=name, run=run) for name in names), closed])
     assert ends == [1, "FAILED", "crashed", "closed"]
+    assert trackers.tracker_names("none") == []

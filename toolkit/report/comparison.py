@@ -12,7 +12,8 @@ from typing import Any
 import pandas as pd
 
 from toolkit.errors import UserError, listing
-from toolkit.report.files import Record, dumps, run_config
+from toolkit.report.files import dumps, run_config
+from toolkit.report.record import Record
 from toolkit.report.statistics import Scores, intervals, p_values, scores_of
 from toolkit.report.templates import format_number, format_setting
 from toolkit.training.resume import NOT_OF_TRAINING

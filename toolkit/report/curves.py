@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
-from toolkit.report.files import METRICS, Record
+from toolkit.report.record import METRICS, Record
 from toolkit.utils.extras import install_command, is_installed
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from markupsafe import Markup, escape
 
 
 def render(template: str | Path, context: Mapping[str, Any]) -> str:
-    """Renders a template of this folder (by name) or of a feature (by path), with escaping in HTML."""
+    """Renders a template of this folder (by name) or of a feature (by path), with escaping in
+    HTML."""
     environment = _environment(str(template).endswith(".html"))
     if isinstance(template, Path):
         return environment.from_string(template.read_text(encoding="utf-8")).render(context)
@@ -23,22 +24,30 @@ def render(template: str | Path, context: Mapping[str, Any]) -> str:
 
 def render_blocks(template: str | Path, context: Mapping[str, Any]) -> dict[str, Markup]:
     """Renders each block of a feature's HTML template (a path or the text) -> its name and HTML."""
-    text = template.read_text(encoding="utf-8") if isinstance(template, Path) else template
-    loaded = _environment(True).from_string(text)
-    return {
-        name: Markup("".join(block(loaded.new_context(dict(context)))))
-        for name, block in loaded.blocks.items()
-    }
+    if isinstance(template, Path):
+        template = template.read_text(encoding="utf-8")
+    loaded = _environment(True).from_string(template)
+    blocks = {}
+    for name, block in loaded.blocks.items():
+        blocks[name] = Markup("".join(block(loaded.new_context(dict(context)))))
+    return blocks
 
 
 @functools.cache
 def _environment(escapes: bool) -> jinja2.Environment:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined, autoescape=escapes,
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
-    environment.filters |= {"number": format_number, "setting": format_setting, "duration": _duration,
-                            "breakable": _breakable, "is_cjk": _is_cjk, "cell": cell}  # fmt: skip
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        autoescape=escapes,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["number"] = format_number
+    environment.filters["setting"] = format_setting
+    environment.filters["duration"] = _duration
+    environment.filters["breakable"] = _breakable
+    environment.filters["cell"] = cell
     return environment
 
 
@@ -50,30 +59,29 @@ def format_number(value: Any) -> str:
         return str(value)
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.4g}"
+    if value == 0 or 1e-3 <= abs(value) < 1e4:
+        return f"{value:.4f}"
+    return f"{value:.4g}"
 
 
 def format_setting(value: Any) -> str:
     """`5e-05`, `bf16`; a dash for None."""
-    return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
 
 
 def _duration(seconds: float) -> str:
     if seconds < 600:
         return f"{seconds:,.0f} s"
-    return f"{seconds / 60:,.0f} min" if seconds < 6000 else f"{seconds / 3600:,.1f} h"
+    return f"{seconds / 60:,.0f} min"
 
 
 def _breakable(name: Any) -> Markup:
     """Allows a line break after each `_` and `/` of a name."""
     return Markup(re.sub("([_/])", r"\1<wbr>", str(escape(name))))
-
-
-def _is_cjk(name: str) -> bool:
-    """Chinese, Japanese and Korean column heads are set vertically, one character below the other."""
-    return (
-        re.fullmatch(r"[\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff00-\uff60]+", name) is not None
-    )
 
 
 def cell(value: object) -> str:

@@ -20,7 +20,8 @@ from toolkit.features.folds.suspects import (
     error_line,
     find_suspects,
 )
-from toolkit.report.files import Record, dumps, write_atomically
+from toolkit.report.files import dumps, write_atomically
+from toolkit.report.record import Record
 from toolkit.report.templates import render
 
 ERRORS = "label_errors.jsonl"

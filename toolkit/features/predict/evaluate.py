@@ -33,7 +33,7 @@ from toolkit.objective.losses import sample_losses
 from toolkit.pretrained import model_digest
 from toolkit.report.files import RunFiles
 from toolkit.report.html import write_report
-from toolkit.report.log import class_lines
+from toolkit.report.summary import class_lines
 from toolkit.utils.features import features
 from toolkit.utils.files import as_json, replace_folder
 from toolkit.utils.log import logger

@@ -137,12 +137,11 @@ class PredictFeature(Feature):
         # no run, or pretraining: nothing to predict
         if data is None or data.targets.column_setting is None:
             return ()
-        from toolkit.report.files import architecture
-        from toolkit.report.log import runnable_command
+        from toolkit.report.model_class import architecture
 
         if not architecture(folder / "model"):
             return ()
-        command = f"{runnable_command('toolkit')} predict {shlex.quote(str(folder))}/model"
+        command = f"toolkit predict {shlex.quote(str(folder))}/model"
         return [f"  {command} YOUR_FILE.csv   labels the rows of a file"]
 
 

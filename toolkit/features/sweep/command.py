@@ -11,8 +11,8 @@ from typing import Any
 
 from toolkit.errors import UserError, first_line
 from toolkit.report.comparison import LOSS_SETTINGS, as_text, compare
-from toolkit.report.files import Record
 from toolkit.report.recipe_runs import RecipeRuns
+from toolkit.report.record import Record
 from toolkit.utils.extras import require_extra
 
 _TRIALS = 20
