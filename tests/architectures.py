@@ -85,9 +85,8 @@ def make_architecture(name: str, folder: Path, texts: Sequence[str]) -> Path:
         torch.manual_seed(20240229)
         model = kind(config)
         for parameter in model.parameters():
-            parameter.mul_(
-                3 if parameter.ndim > 1 else 1
-            )  # attention prefers some tokens, as a pretrained model's
+            # attention prefers some tokens, as a pretrained model's
+            parameter.mul_(3 if parameter.ndim > 1 else 1)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -102,26 +101,20 @@ def make_tokenizer(kind: str, texts: Sequence[str]) -> Any:
         "show_progress": False,
     }
     if kind == "wordpiece":
-        tokenizer, trainer = (
-            Tokenizer(models.WordPiece(unk_token="[UNK]")),
-            trainers.WordPieceTrainer(**common),
-        )
+        tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        trainer = trainers.WordPieceTrainer(**common)
         tokenizer.normalizer, tokenizer.pre_tokenizer = (
             normalizers.BertNormalizer(),
             pre_tokenizers.BertPreTokenizer(),
         )
     elif kind == "unigram":
-        tokenizer, trainer = (
-            Tokenizer(models.Unigram()),
-            trainers.UnigramTrainer(unk_token="<unk>", **common),
-        )
+        tokenizer = Tokenizer(models.Unigram())
+        trainer = trainers.UnigramTrainer(unk_token="<unk>", **common)
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     else:
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        tokenizer, trainer = (
-            Tokenizer(models.BPE()),
-            trainers.BpeTrainer(initial_alphabet=alphabet, **common),
-        )
+        tokenizer = Tokenizer(models.BPE())
+        trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **common)
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.train_from_iterator(texts, trainer)
     if kind == "causal":

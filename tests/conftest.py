@@ -1,6 +1,5 @@
 """Shared fixtures: caches of the session's own, a tiny BERT, small files."""
 
-import gc
 import gzip
 import json
 import os
@@ -71,14 +70,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_unconfigure() -> None:
     if _OURS:
         shutil.rmtree(_CACHE, ignore_errors=True)
-
-
-@pytest.fixture
-def no_garbage_collection() -> Iterator[None]:
-    """For tests that fill the stack: a finalizer that the collector runs there fails, and pytest fails the test."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.fixture(scope="session")

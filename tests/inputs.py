@@ -47,18 +47,10 @@ def _make_tiny_model(folder: Path) -> None:
     from transformers import BertConfig, BertModel, BertTokenizerFast
 
     vocabulary = [
-        "[PAD]",
-        "[UNK]",
-        "[CLS]",
-        "[SEP]",
-        "[MASK]",
+        *"[PAD] [UNK] [CLS] [SEP] [MASK]".split(),
         *_CHINESE,
         *_PIECES,
-        ".",
-        ",",
-        "!",
-        "。",
-        "，",
+        *". , ! 。 ，".split(),
     ]
     vocabulary += [*(f"##{piece}" for piece in _PIECES), *_WORDS.split()]
     vocabulary += [f"[unused{number}]" for number in range(127 - len(vocabulary))]

@@ -9,7 +9,7 @@ import gc
 import importlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +29,6 @@ def run_jobs(
     """Runs all jobs in the processes of `way`; each must succeed. Writes jobs.json to `folder`."""
     words = [write_jobs(folder, jobs), *way]
     return recipe(*words, script="tests/jobs_worker.py", seconds=seconds, **options).succeeded()
-
-
-def run_named_jobs(
-    root: Path, way: Sequence[str], jobs: Mapping[str, Sequence[Any]], **options: Any
-) -> dict[str, Path]:
-    """Runs the jobs by `run_jobs`; returns the output folder of each, `root` / its name."""
-    folders = {name: root / name for name in jobs}
-    run_jobs(
-        root, way, [[*job, "--output_dir", folders[name]] for name, job in jobs.items()], **options
-    )
-    return folders
 
 
 def write_jobs(folder: Path, jobs: Sequence[Sequence[Any]]) -> Path:

@@ -71,15 +71,8 @@ FEW = [*TINY, "--train_file", inputs.uneven_reviews, "--text_column", "text", "-
        21, "--max_train_samples", 36, "--max_steps", 3, "--eval_every", 3]  # fmt: skip
 ONE_LABEL = [*FEW, "--label_column", "label"]
 SEVERAL_LABELS = [*FEW, "--label_column", "tags", "--label_separator", "|"]
-PAIRS = [
-    *ONE_LABEL,
-    "--model_name_or_path",
-    inputs.masked_model,
-    "--text_pair",
-    "other",
-    "--max_length",
-    120,
-]
+PAIRS = [*ONE_LABEL, "--model_name_or_path", inputs.masked_model]
+PAIRS += "--text_pair other --max_length 120".split()
 # 48 texts of 100 to 1500 tokens. Attention is sparse above 704 tokens, and which tokens a text's attention reaches then
 # depends on how far its batch is padded: the micro-batches are the same ones on 1, 2 and 3 processes (6 of 2 texts)
 LONG = ["--model_name_or_path", inputs.sharp_model, *QUIET, "--train_file", partial(inputs.long_split, "train"),
@@ -105,39 +98,29 @@ KINDS = ("six classes", "multi-label", "regression", "several numbers")
 
 # Every optional technique that may stand beside others, on classes or, with `pos_weight`, on several labels.
 TECHNIQUES: dict[str, Words] = {
-    "r-drop": ["--r_drop_alpha", 1.0],
-    "fgm": ["--fgm_epsilon", 0.5],
-    "teacher": ["--teacher", teacher("few")],
-    "ema": ["--ema_decay", 0.6],
-    "layer decay": ["--layerwise_lr_decay", 0.8],
-    "frozen layer": ["--freeze_layers", 1],
-    "new layer": ["--reinit_layers", 1],
-    "class weights": ["--class_weights", "balanced"],
-    "pos_weight": ["--pos_weight", "balanced"],
-    "focal": ["--loss", "focal", "--focal_gamma", 1],
-    "smoothing": ["--label_smoothing_factor", 0.1],
-    "lora": ["--lora_r", 3],
+    "r-drop": ["--r_drop_alpha", 1.0], "fgm": ["--fgm_epsilon", 0.5],
+    "teacher": ["--teacher", teacher("few")], "ema": ["--ema_decay", 0.6],
+    "layer decay": ["--layerwise_lr_decay", 0.8], "frozen layer": ["--freeze_layers", 1],
+    "new layer": ["--reinit_layers", 1], "class weights": ["--class_weights", "balanced"],
+    "pos_weight": ["--pos_weight", "balanced"], "focal": ["--loss", "focal", "--focal_gamma", 1],
+    "smoothing": ["--label_smoothing_factor", 0.1], "lora": ["--lora_r", 3],
     "recomputed": ["--gradient_checkpointing"],
-}
+}  # fmt: skip
 
 
-def classifier(*techniques: str, pages: Sequence[str] = ()) -> Job:
+def classifier(*techniques: str) -> Job:
     """A short run of the classifier with these techniques."""
     several = "pos_weight" in techniques
     words = [word for name in techniques for word in TECHNIQUES[name]]
     if several and "teacher" in techniques:
         words[words.index("--teacher") + 1] = teacher("several labels")
-    return Job("recipes.cls", [*(SEVERAL_LABELS if several else ONE_LABEL), *words], pages=pages)
+    return Job("recipes.cls", [*(SEVERAL_LABELS if several else ONE_LABEL), *words])
 
 
 def labelled(kind: str) -> Job:
     """With all that a run writes of this kind of labels."""
-    files = [
-        "--train_file",
-        partial(inputs.labelled, kind, "train"),
-        "--test_file",
-        partial(inputs.labelled, kind, "test"),
-    ]
+    files = ["--train_file", partial(inputs.labelled, kind, "train")]
+    files += ["--test_file", partial(inputs.labelled, kind, "test")]
     if kind == "several numbers":
         files += ["--label_column", "length,good"]
     return Job("recipes.cls", [*LABELLED, *files], pages=["ddp x2"])
@@ -154,13 +137,12 @@ JOBS: dict[str, Job] = {
     "any length": Job("recipes.cls", [*ONE_LABEL, "--group_by_length", "false"]),
     "sampling": Job("recipes.cls", [*ONE_LABEL, "--sampling", "sqrt", "--max_tokens_per_batch", 300]),
     "rmsprop": Job("recipes.cls", [*ONE_LABEL, "--optimizer", "torch.optim.RMSprop", "--optimizer_args", "alpha=0.9",
-                                   "--layerwise_lr_decay", 0.8, "--freeze_layers", 1, "--reinit_layers", 1],
-                   pages=["single"]),
+                                   "--layerwise_lr_decay", 0.8, "--freeze_layers", 1, "--reinit_layers", 1]),
     "momentum": Job("recipes.cls", [*ONE_LABEL, "--optimizer", "sgd", "--optimizer_args", "momentum=0.9",
                                     "--learning_rate", "5e-2", "--layerwise_lr_decay", 0.7]),
     "adafactor": Job("recipes.cls", [*ONE_LABEL, "--optimizer", "adafactor"]),
     "two terms": classifier("r-drop", "fgm"),
-    "weights": classifier("class weights", "focal", "ema", pages=["single"]),
+    "weights": classifier("class weights", "focal", "ema"),
     "lora recomputed": classifier("lora", "recomputed", "class weights"),
     "pairs": Job("recipes.cls", PAIRS),
     "padding-free": Job("recipes.cls", [*PAIRS, "--padding_free", "true"], reference="pairs"),

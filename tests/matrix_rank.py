@@ -81,9 +81,8 @@ def main() -> None:
         os.dup2(log, 2)
         os.close(log)
         use_cores(job["cores"])
-        faulthandler.dump_traceback_later(
-            job["seconds"], exit=True, file=2
-        )  # a hanging rank ends by itself
+        # a hanging rank ends by itself
+        faulthandler.dump_traceback_later(job["seconds"], exit=True, file=2)
         report = run_job(job)
         reset()
         faulthandler.cancel_dump_traceback_later()

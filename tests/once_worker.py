@@ -61,9 +61,8 @@ def main() -> None:
                 rows, ids = found
                 assert ids.tolist() == split.rows.tolist(), (size, even, most, ids)
                 assert len(rows) == size
-                assert (
-                    even or size < 3 or len(np.unique(rows, axis=0)) > 1
-                )  # outputs belong to samples
+                # outputs belong to samples
+                assert even or size < 3 or len(np.unique(rows, axis=0)) > 1
         for bucketed, most in ((True, None), (False, _MOST_TOKENS)):
             chosen = TrainingSettings(
                 **{**vars(settings), "group_by_length": bucketed, "max_tokens_per_batch": most}

@@ -54,9 +54,8 @@ class ProcessGroup:
     ) -> dict[int, dict[str, Any]]:
         deadline = time.monotonic() + seconds
         while True:
-            ended = [
-                process.poll() is not None for process in ranks
-            ]  # before the reports: one may report and end
+            # before the reports: one may report and end
+            ended = [process.poll() is not None for process in ranks]
             files = {rank: reports / f"rank{rank}.json" for rank in range(len(ranks))}
             found = {
                 rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()
@@ -80,10 +79,8 @@ class ProcessGroup:
 
     def _start(self) -> list[Process]:
         count = self._processes
-        script, env = (
-            ["tests/matrix_rank.py"],
-            {"TESTS_WITHOUT_PAGES": self._pages, "OMP_NUM_THREADS": "1"},
-        )
+        script = ["tests/matrix_rank.py"]
+        env = {"TESTS_WITHOUT_PAGES": self._pages, "OMP_NUM_THREADS": "1"}
         if self._config_file is not None:
             script.append(self._config_file)
             env |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",

@@ -2,22 +2,18 @@
 
     python tests/ranks_worker.py [settings and launch options of recipes/cls.py]
 
-In the run's folder it writes `first_step_seconds`, since the command started, and `sent-HOST.jsonl`, a line per step:
-`asked`, the bytes that a ring sends from one rank for each kind of collective (Patarasu and Yuan 2009), and `sent`, the
-bytes that this host's interfaces have sent so far, also between its own processes.
+In the run's folder it writes `sent.jsonl`, a line per step from the second on: the bytes that a ring sends from
+one rank for each kind of collective (Patarasu and Yuan 2009).
 """
 
 import json
 import os
-import socket
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import psutil
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -28,7 +24,6 @@ from recipes import cls
 from toolkit import launch
 from toolkit.run import Run
 
-_LAUNCHER = "TESTS_LAUNCHER_STARTED"
 _log_steps = Run._log_steps
 
 
@@ -56,29 +51,19 @@ _collectives = Collectives()
 
 def log_and_count(run: Run, finished: Any) -> None:
     _log_steps(run, finished)
-    number = run._steps.done
-    if number == 1:
+    if run._steps.done == 1:
         _collectives.__enter__()  # to the end of the run
     elif os.environ.get("LOCAL_RANK", "0") == "0":
-        sent = sum(one.bytes_sent for one in psutil.net_io_counters(pernic=True).values())
-        line = {"step": number, "asked": dict(_collectives.bytes), "sent": sent}
-        with (run.folder.path / f"sent-{socket.gethostname()}.jsonl").open(
-            "a", encoding="utf-8"
-        ) as file:
-            file.write(json.dumps(line) + "\n")
-    if number == 1 and run.accelerator.is_main_process:
-        seconds = time.time() - float(os.environ[_LAUNCHER])
-        (run.folder.path / "first_step_seconds").write_text(f"{seconds:.1f}")
+        with (run.folder.path / "sent.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(_collectives.bytes) + "\n")
     _collectives.bytes.clear()
 
 
 def main() -> None:
-    os.environ.setdefault(_LAUNCHER, str(psutil.Process().create_time()))
     with mock.patch.object(Run, "_log_steps", log_and_count):
         cls.main()
     _collectives.__exit__(None, None, None)
 
 
 if __name__ == "__main__":
-    os.environ.setdefault(_LAUNCHER, str(psutil.Process().create_time()))  # for its child processes
     launch.run(main)

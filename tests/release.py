@@ -26,14 +26,8 @@ from toolkit import __version__  # noqa: E402
 
 def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
     """Run the command and return its stdout; exit with an error if it fails."""
-    done = subprocess.run(
-        list(map(str, command)),
-        cwd=cwd,
-        env={**os.environ, **env},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+    words, env = list(map(str, command)), {**os.environ, **env}
+    done = subprocess.run(words, cwd=cwd, env=env, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         sys.exit(f"{done.stdout}\nfailed: {' '.join(map(str, command))}")
     return done.stdout
@@ -93,26 +87,10 @@ def main() -> None:
         if faults:
             sys.exit("the files of the wheel differ from git's:\n  " + "\n  ".join(faults))
         installed, project = Path(folder) / "installed", Path(folder) / "project"
-        run(
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-deps",
-            "--target",
-            installed,
-            wheel,
-        )
-        run(
-            sys.executable,
-            "-m",
-            "toolkit",
-            "init",
-            project,
-            cwd=Path(folder),
-            PYTHONPATH=str(installed),
-        )
+        pip = "-m pip install --quiet --no-deps --target".split()
+        run(sys.executable, *pip, installed, wheel)
+        init = [sys.executable, "-m", "toolkit", "init", project]
+        run(*init, cwd=Path(folder), PYTHONPATH=str(installed))
         copied = {
             path.relative_to(project).as_posix() for path in project.rglob("*") if path.is_file()
         }
@@ -125,14 +103,8 @@ def main() -> None:
             path.replace(options.out / path.name)
             print(f"{path.name}: {(options.out / path.name).stat().st_size:,} bytes")
     if options.tag:
-        run(
-            "git",
-            "tag",
-            "--annotate",
-            f"v{__version__}",
-            "--message",
-            f"finetune-toolkit {__version__}",
-        )
+        message = f"finetune-toolkit {__version__}"
+        run("git", "tag", "--annotate", f"v{__version__}", "--message", message)
         print(
             f"tagged v{__version__}: `git push origin v{__version__}`, then `twine upload dist/*{__version__}*`"
         )

@@ -54,13 +54,8 @@ CLASSIFIER = ("sklearn.metrics", "sklearn.linear_model", "toolkit.report.html", 
 _servers: list[subprocess.Popen[bytes]] = []
 _LAUNCHERS = ("accelerate", "deepspeed", "torchrun")
 _LAUNCHER_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TOOLKIT_LAUNCH",
-)
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TOOLKIT_LAUNCH",
+)  # fmt: skip
 
 
 def slow_but(cases: Iterable[Any], *quick: Any) -> list[Any]:
@@ -160,9 +155,8 @@ class Process:
 
     def write_line(self, line: str = "go") -> None:
         """Writes a line to its standard input."""
-        pipe = os.open(
-            self.folder / "in", os.O_RDWR
-        )  # this worker may not be the one that started it
+        # this worker may not be the one that started it
+        pipe = os.open(self.folder / "in", os.O_RDWR)
         os.write(pipe, f"{line}\n".encode())
         os.close(pipe)
 

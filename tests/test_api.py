@@ -107,25 +107,6 @@ def model(tmp_path_factory: pytest.TempPathFactory, sharp_model: Path) -> Path:
     return classifier(sharp_model, tmp_path_factory.mktemp("run") / "model", labels)
 
 
-def test_texts_of_every_kind_are_predicted(model: Path, no_launcher: None) -> None:
-    """In any sequence, in order; for pairs the second text matters."""
-    texts = ["good film", "dull book, very bad", "the room"]
-    expected = toolkit.predict(model, texts)
-    frame = pd.DataFrame({"text": texts}, index=[7, 7, 1])
-    for same in (tuple(texts), frame["text"], frame["text"].astype("category"), np.array(texts),
-                 datasets.Dataset.from_pandas(frame)["text"]):  # fmt: skip
-        assert toolkit.predict(model, same) == expected
-    pairs = [(text, "price") for text in texts]
-    answers = toolkit.predict(model, pairs)
-    assert answers == toolkit.predict(model, list(map(list, pairs)))
-    assert [line["probabilities"] for line in answers] != [
-        line["probabilities"] for line in expected
-    ]
-    assert toolkit.predict(model, []) == []
-    with pytest.warns(UserWarning, match=r"2 of 3 rows .*\(rows 2, 3\)"):
-        assert len(toolkit.predict(model, ["good", " ", ""])) == 3
-
-
 def test_a_model_without_a_layer_of_its_config_is_not_loaded(
     model: Path, tmp_path: Path, no_launcher: None
 ) -> None:

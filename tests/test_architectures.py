@@ -2,27 +2,22 @@
 
 import functools
 import json
-import os
-import re
 import shutil
-from collections.abc import Callable, Sequence
-from importlib.metadata import version
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pandas
 import pytest
 import torch
-from accelerate import Accelerator
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import toolkit
 from tests.architectures import ARCHITECTURES, make_architecture
 from tests.faults import refusal
 from tests.jobs_worker import run_jobs
-from tests.runs import ROOT, WAYS, edit_json, lines_of, losses_of
-from toolkit.checkpoint.model_folder import load_weights, save_model
+from tests.runs import WAYS, edit_json, lines_of, losses_of
 from toolkit.cli import build_parser
 from toolkit.config import ModelSettings
 from toolkit.data.labels import Labels
@@ -30,10 +25,9 @@ from toolkit.data.tokens import load_tokenizer
 from toolkit.features.predict.command import predict_file
 from toolkit.models.classifier import load_classifier, load_saved_classifier
 
-EVERY, FEW = (
-    tuple(ARCHITECTURES),
-    ("ALBERT", "GTE", "Qwen3, LoRA"),
-)  # FEW: in the test that is not slow
+# FEW: in the test that is not slow
+EVERY = tuple(ARCHITECTURES)
+FEW = ("ALBERT", "GTE", "Qwen3, LoRA")
 # each way resumes the checkpoints of the one before it
 SHARDED = {"ddp x2": "single", "zero2 x2": "ddp x2", "zero3 x2": "zero2 x2", "fsdp2 x2": "zero3 x2"}
 COMMON = ["--text_column", "text", "--label_column", "label", "--text_pair", "other", "--dropout", 0, "--report_to",
@@ -42,7 +36,6 @@ COMMON = ["--text_column", "text", "--label_column", "label", "--text_pair", "ot
 # resumed runs use gradient checkpointing, too
 PLAIN, RESUMED, BF16 = "plain", "resumed", "bf16"
 TEXTS = ("a fine film", "the story, dull as it is, goes on and on")
-LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed")
 Runs = Callable[..., Path]
 
 
@@ -86,9 +79,8 @@ def runs_of(
                 more = ["--mixed_precision", "bf16" if kind == BF16 else "no"]
                 if kind == RESUMED:
                     more += ["--resume", resumed / name / PLAIN / "checkpoints" / "step-00000002"]
-                    more += (
-                        ["--gradient_checkpointing"] if name != "ALBERT" else []
-                    )  # which does not support it
+                    # which does not support it
+                    more += ["--gradient_checkpointing"] if name != "ALBERT" else []
                 jobs.append(["recipes.cls", *settings, *out, *more])
         run_jobs(folder, WAYS[way], jobs, seconds=1200)
         return folder
@@ -116,10 +108,8 @@ def assert_converts(run: Path, out: Path) -> None:
         settings = json.loads((run / "config.json").read_text())["settings"]
         options["base_model"] = Path(settings["model_name_or_path"])
     toolkit.convert(run / "checkpoints" / "best", out, **options)
-    expected, converted = (
-        load_file(run / "model" / "model.safetensors"),
-        load_file(out / "model.safetensors"),
-    )
+    expected = load_file(run / "model" / "model.safetensors")
+    converted = load_file(out / "model.safetensors")
     assert set(converted) == set(expected)
     for name, tensor in expected.items():
         torch.testing.assert_close(converted[name], tensor, rtol=0, atol=1e-6 if lora else 0)
@@ -135,16 +125,8 @@ def assert_converts(run: Path, out: Path) -> None:
 
 
 def assert_predicts(run: Path, rows: Path, out: Path) -> None:
-    words = [
-        "predict",
-        run / "model",
-        rows,
-        "--output",
-        out,
-        "--overwrite",
-        "--mixed_precision",
-        "no",
-    ]
+    words = ["predict", run / "model", rows, "--output", out]
+    words += "--overwrite --mixed_precision no".split()
     predict_file(build_parser().parse_args([str(word) for word in words]))
     predicted = pandas.read_json(out, lines=True)["probabilities"]
     for line in lines_of(run / "predictions.jsonl"):
@@ -185,59 +167,6 @@ def test_ways_agree(way: str, name: str, runs_of: Runs, tmp_path: Path) -> None:
     assert_converts(folder / PLAIN, tmp_path / "out")
 
 
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_the_table(runs_of: Runs) -> None:
-    """docs/models.md has a row for each architecture; TOOLKIT_WRITE_TABLE=1 writes the measured differences."""
-    folders = {way: runs_of(way, EVERY) for way in ("single", *SHARDED)}
-    lines = [f"| {name} | {' | '.join(_cells(name, folders))} |\n" for name in ARCHITECTURES]
-    used = ", ".join(f"{library} {version(library)}" for library in LIBRARIES)
-    for page in (ROOT / "docs" / "models.md", ROOT / "docs" / "models.zh.md"):
-        text = page.read_text(encoding="utf-8")
-        rows = re.findall(r"^\| .* \|\n", text.rsplit("|---|", 1)[1], re.MULTILINE)
-        if os.environ.get("TOOLKIT_WRITE_TABLE"):
-            text = re.sub(
-                r"(?<=<!-- versions -->).*", used, text.replace("".join(rows), "".join(lines))
-            )
-            page.write_text(text, encoding="utf-8")
-        else:
-            assert [row.split("|")[1] for row in rows] == [line.split("|")[1] for line in lines]
-
-
-def _cells(name: str, folders: dict[str, Path]) -> list[str]:
-    """The largest relative difference of a loss from one process in fp32, for each way; in bf16, for all ways."""
-    expected = losses_of(folders["single"] / name / PLAIN)
-
-    def largest(runs: Sequence[Path]) -> str:
-        pairs = [pair for run in runs for pair in zip(losses_of(run)[::-1], expected[::-1])]  # noqa: B905
-        return f"{max(abs(loss / other - 1) for loss, other in pairs):.0e}".replace(
-            "e-0", "e-"
-        ).replace("0e+00", "0")
-
-    exact = [largest([folders[way] / name / kind for kind in (PLAIN, RESUMED)]) for way in SHARDED]
-    return [*exact, largest([folder / name / BF16 for folder in folders.values()])]
-
-
-@pytest.mark.parametrize(
-    "name", ["BERT", "GTE", "NomicBERT"]
-)  # the last two have other names on the hub
-def test_saving_and_loading_weights(
-    name: str, model_of: Callable[[str], Path], tmp_path: Path
-) -> None:
-    accelerator = Accelerator(cpu=True)
-    model, tokenizer = _loaded(model_of(name))
-    expected = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    save_model(accelerator, model, tokenizer, tmp_path / "model")
-    for parameter in model.parameters():
-        parameter.data.zero_()
-    load_weights(accelerator, model, tmp_path / "model")
-    assert all(torch.equal(expected[key], tensor) for key, tensor in model.state_dict().items())
-    saved = load_file(tmp_path / "model" / "model.safetensors")
-    saved.popitem()
-    save_file(saved, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
-    refusal(load_weights, accelerator, model, tmp_path / "model", match=r"model.safetensors lacks")
-
-
 def _loaded(folder: Path, **settings: Any) -> tuple[Any, Any]:
     model_settings = ModelSettings(model_name_or_path=str(folder), **settings)
     labels = Labels("single_label_classification", ("neg", "pos"), ("label",))
@@ -268,9 +197,8 @@ def test_hidden_states_and_attentions_are_those_of_transformers(name: str, tmp_p
         outputs, expected = (model(**inputs, **{option: True}) for model in (mine, theirs))
         key = option.removeprefix("output_")
         assert len(outputs[key]) == len(expected[key]) > 0
-        values = tuple(
-            each[:, : ids.shape[1]] for each in expected[key]
-        )  # their BigBird's are padded to blocks
+        # their BigBird's are padded to blocks
+        values = tuple(each[:, : ids.shape[1]] for each in expected[key])
         torch.testing.assert_close(outputs[key], values, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(outputs.logits, expected.logits, rtol=1e-4, atol=1e-5)
     # the input of a custom head

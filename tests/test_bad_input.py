@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import digests, failed, recipe, train
+from tests.runs import recipe
 
 GOOD = "text,label\n" + "".join(f"a fine film {i},pos\na dull film {i},neg\n" for i in range(12))
 
@@ -85,18 +85,3 @@ def test_two_processes_say_it_once(name: str, file: str, tmp_path: Path, tiny_mo
     recipe(*way, *arguments_of(CASES[name], tmp_path, tiny_model)).says_in_one_line(
         *CASES[name].says
     )
-
-
-def test_nothing_is_overwritten(tmp_path: Path, tiny_model: Path) -> None:
-    arguments, run = (
-        [*arguments_of(Case(()), tmp_path, tiny_model), "--report_to", "none"],
-        tmp_path / "run",
-    )
-    train(*arguments)
-    before = digests(run)
-    told = failed(*arguments)
-    assert "already contains a run" in told
-    assert "--overwrite_output_dir" in told
-    train(*arguments, "--overwrite_output_dir")
-    (aside,) = tmp_path.glob("run.old-*")
-    assert before == digests(aside)

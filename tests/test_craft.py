@@ -73,13 +73,3 @@ def test_the_average_is_evaluated_and_saved() -> None:
         assert name == "bert.embeddings.word_embeddings.weight" or not torch.equal(
             saved_model[name], weights[2][name]
         )
-
-
-def test_what_is_logged_and_in_the_pages() -> None:
-    folder = runs("single")["weights"]
-    assert "rows of each class in train: neg " in runs("single").log("weights")
-    for page in ("model/README.md", "report.html"):
-        assert "Loss (weighted" in (folder / page).read_text(encoding="utf-8")
-    assert "RMSprop" in (runs("single")["rmsprop"] / "model" / "README.md").read_text(
-        encoding="utf-8"
-    )

@@ -31,15 +31,8 @@ def test_an_engine_labels_every_row_once(
     rows.to_csv(tmp_path / "new.csv", index=False)
     script = ROOT / "examples" / "engines" / f"{engine.removeprefix('py')}_label.py"
     assert "toolkit" not in script.read_text(encoding="utf-8").replace("`toolkit` read", "")
-    command = [
-        sys.executable,
-        script,
-        model,
-        tmp_path / "new.csv",
-        tmp_path / "out",
-        "--batch_size",
-        "16",
-    ]
+    command = [sys.executable, script, model, tmp_path / "new.csv", tmp_path / "out"]
+    command += ["--batch_size", "16"]
     env = {
         "PYSPARK_PYTHON": sys.executable,
         "SPARK_LOCAL_IP": "127.0.0.1",

@@ -13,18 +13,12 @@ from tests.matrix import LABELLED, runs
 from tests.runs import lines_of, start
 
 EXPECTED = {
-    "six classes": {
-        "accuracy",
-        "f1_macro",
-        "f1_micro",
-        "f1_weighted",
-        "per_class",
-        "confusion_matrix",
-    },
+    "six classes": {"accuracy", "f1_macro", "f1_micro", "f1_weighted", "per_class",
+     "confusion_matrix"},
     "multi-label": {"accuracy", "f1_macro", "f1_micro", "f1_weighted", "per_class"},
     "regression": {"mse", "mae", "pearson"},
     "several numbers": {"mse", "mae", "pearson", "per_output"},
-}
+}  # fmt: skip
 
 
 @pytest.mark.multiprocess
@@ -67,12 +61,7 @@ def test_every_kind_of_label(kind: str) -> None:
 @pytest.mark.parametrize("way", ["single", "zero3 x2", "fsdp2 x2"])
 def test_the_best_model_is_loaded_and_evaluated(way: str) -> None:
     settings = [
-        "--metric_for_best_model",
-        "f1_macro",
-        "--early_stopping_patience",
-        "3",
-        "--eval_every",
-        "1",
+        *"--metric_for_best_model f1_macro --early_stopping_patience 3 --eval_every 1".split()
     ]
     settings += ["--learning_rate", "0.05", "--dropout", "0", "--max_steps", "40"]
     words = [*LABELLED, "--train_file", inputs.labelled("six classes", "train"), *settings]
@@ -118,13 +107,7 @@ def test_predict_answers_for_texts_and_lines_of_a_file(tmp_path: Path, toolkit_c
 @pytest.mark.multiprocess
 def test_the_literal_command_runs_the_demo(tmp_path: Path) -> None:
     """Real weights, real reviews, two processes; the first steps of it."""
-    words = [
-        "accelerate",
-        "launch",
-        "recipes/cls.py",
-        "--config_file",
-        "accelerate_configs/ddp.yaml",
-    ]
+    words = [*"accelerate launch recipes/cls.py --config_file accelerate_configs/ddp.yaml".split()]
     words += ["--max_steps", "3", "--max_eval_samples", "64", "--output_dir", str(tmp_path / "run")]
     start(words, env={"TESTS_WITHOUT_PAGES": ""}).succeeded()
     config = json.loads((tmp_path / "run" / "config.json").read_text())

@@ -98,10 +98,8 @@ def _start_and_kill(way: str, target: str, seed: int, settings: list[str], folde
 KILLS = list(itertools.product(["ddp x2", "zero1 x2", "zero2 x2", "zero3 x2", "fsdp2 x2"],
                                ["one rank", "all ranks", "the launcher"], range(4)))  # fmt: skip
 QUICK_KILLS = [
-    ("ddp x2", "one rank", 0),
-    ("zero2 x2", "all ranks", 0),
-    ("zero3 x2", "the launcher", 0),
-]
+    ("ddp x2", "one rank", 0), ("zero2 x2", "all ranks", 0), ("zero3 x2", "the launcher", 0),
+]  # fmt: skip
 
 
 @pytest.mark.multiprocess

@@ -9,7 +9,6 @@ import pandas as pd
 import pytest
 import torch
 
-from tests.architectures import ARCHITECTURES, make_architecture
 from tests.meta_worker import DEVICE, Crossings
 from tests.report.made import classifier
 from tests.runs import recipe
@@ -20,22 +19,14 @@ COMMON = ["--text_column", "text", "--report_to", "none", "--max_steps", 2, "--e
           "--global_batch_size", 5, "--per_device_batch_size", 3]  # fmt: skip
 META = ["--mixed_precision", "no", "--optimizer_args", "fused=False"]  # `meta` supports neither
 CLASSES = ["--label_column", "label"]
-TAGS = ["--label_column", "tags", "--problem_type", "multi_label_classification"]
+TAGS = "--label_column tags --label_separator |".split()
 NUMBERS = ["--label_column", "length", "--problem_type", "regression"]
 BOTH = ["--r_drop_alpha", 1, "--fgm_epsilon", 0.5]
 CLS: dict[str, list[Any]] = {
     "plain": CLASSES,
     "regularized": [*CLASSES, *BOTH, "--ema_decay", 0.9],
     "lora": [*CLASSES, *BOTH, "--lora_r", 2, "--gradient_checkpointing"],
-    "class weights": [
-        *CLASSES,
-        "--class_weights",
-        "balanced",
-        "--loss",
-        "focal",
-        "--sampling",
-        "sqrt",
-    ],
+    "class weights": [*CLASSES, *"--class_weights balanced --loss focal --sampling sqrt".split()],
     "pos_weight": [*TAGS, *BOTH, "--pos_weight", "balanced", "--loss", "focal"],
     "numbers": [*NUMBERS, "--fgm_epsilon", 0.5],
     "teacher": [*CLASSES, "--teacher", "TEACHER"],
@@ -59,10 +50,6 @@ RECIPES = {"cls": CLS, "bigbird": BIGBIRD, "title": TITLE, "pretrain": PRETRAIN}
 JOBS = {
     f"{name} {job}": (name, words) for name, jobs in RECIPES.items() for job, words in jobs.items()
 }
-# synchronizations in transformers' forward pass, one per architecture
-WAITS = {"DeBERTa-v2": "modeling_deberta_v2.py", "DeBERTa-v3": "modeling_deberta_v2.py",
-         "Longformer": "is_index_global_attn.flatten().any().item()", "Qwen3": "find_packed_sequence_indices",
-         "Qwen3, LoRA": "find_packed_sequence_indices"}  # fmt: skip
 CLEAN = {"error": "", "computing": [], "evaluating": []}
 
 
@@ -121,21 +108,6 @@ def test_a_step_and_an_evaluation_stay_on_the_device(job: str, notes: dict[str, 
     assert notes[job] == CLEAN, notes[job]["error"]
 
 
-@pytest.mark.slow
-def test_every_architecture_stays_on_the_device(tmp_path: Path, files: dict[str, Path]) -> None:
-    texts = list(pd.read_csv(files["cls"])["text"].str[:60])
-    jobs = {
-        name: ("cls", make_architecture(name, tmp_path / f"{name} model", texts), [*META, *CLASSES, "--max_length", 60,
-               *architecture.settings])
-        for name, architecture in ARCHITECTURES.items()
-    }  # fmt: skip
-    waits = {
-        name: str(notes) for name, notes in trace(tmp_path, files, jobs).items() if notes != CLEAN
-    }
-    assert waits.keys() == WAITS.keys(), waits
-    assert [name for name, where in WAITS.items() if where not in waits[name]] == []
-
-
 @pytest.mark.parametrize(
     "compute",
     [lambda x: x.new_tensor([1.0, 2.0]), lambda x: torch.tensor([1.0, 2.0], device=DEVICE),
@@ -146,21 +118,3 @@ def test_copies_from_the_cpu_are_noted(compute: Callable[[torch.Tensor], Any]) -
     with Crossings() as crossings:
         compute(torch.ones(2, device=DEVICE))
     assert crossings.notes["computing"]
-
-
-@pytest.mark.parametrize(
-    "compute",
-    [
-        torch.Tensor.item,
-        torch.Tensor.cpu,
-        bool,
-        torch.nonzero,
-        torch.Tensor.tolist,
-        lambda x: x + torch.ones(2),
-    ],
-)
-def test_synchronizations_raise(compute: Callable[[torch.Tensor], Any]) -> None:
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        compute(
-            torch.ones(2, device=DEVICE) if compute is not bool else torch.ones((), device=DEVICE)
-        )

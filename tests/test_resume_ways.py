@@ -1,4 +1,4 @@
-"""Resuming across strategies, beyond tests/test_elastic.py: LoRA, bf16, a full disk. (Promises 3 and 4.)"""
+"""Resuming across strategies, beyond tests/test_elastic.py: LoRA and bf16. (Promises 3 and 4.)"""
 
 import json
 import math
@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.jobs_worker import run_jobs
-from tests.runs import WAYS, Finished, lines_of, losses_of, port_of, slow_but, start
+from tests.runs import WAYS, Finished, lines_of, losses_of, slow_but
 from toolkit.checkpoint import folder as folders
 
 SAVED_AT, STEPS = 3, 6
@@ -88,56 +88,12 @@ def test_bf16(way: str, settings: list[Any], tmp_path: Path) -> None:
     ]
     for name, expected in models[0].items():
         assert models[1][name].dtype == expected.dtype == torch.float32
-        torch.testing.assert_close(
-            models[1][name], expected, rtol=0, atol=6 * 1e-3
-        )  # a step moves a weight by 1e-3
+        # a step moves a weight by 1e-3
+        torch.testing.assert_close(models[1][name], expected, rtol=0, atol=6 * 1e-3)
     assert_resumed(tmp_path / "same", tmp_path / "zero", 1e-6)
     assert_resumed(tmp_path / "across", tmp_path / "ddp", 2e-2)
     masters = load_file(saved(tmp_path / "zero", STEPS) / folders.WEIGHTS_FILE)
     model = load_file(tmp_path / "zero/model/model.safetensors")
-    assert all(
-        torch.equal(tensor, masters[name]) for name, tensor in model.items()
-    )  # fp32, unrounded
+    # fp32, unrounded
+    assert all(torch.equal(tensor, masters[name]) for name, tensor in model.items())
     assert json.loads((tmp_path / "zero/model/config.json").read_text())["dtype"] == "float32"
-
-
-TORCHRUN = [
-    "torchrun",
-    "--nproc_per_node",
-    "2",
-    "recipes/cls.py",
-    "--deepspeed_config",
-    "ds_configs/zero2.json",
-]
-LAUNCHES = {
-    "zero2": ["python", "recipes/cls.py", *WAYS["zero2 x2"]],
-    "fsdp2": ["python", "recipes/cls.py", *WAYS["fsdp2 x2"]],
-    "torchrun zero2": TORCHRUN,
-}
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("launch", slow_but(LAUNCHES, "zero2"))
-def test_a_full_disk(launch: str, settings: list[Any], tmp_path: Path) -> None:
-    """Rank 0 cannot write the moments while the other sends its shards: both end at once with one error, and the same
-    command resumes from the earlier checkpoint. (Promise 3.)"""
-    folder = tmp_path / "run"
-    common = ["--mixed_precision", "no", "--output_dir", folder]
-    run([[*settings, *common, "--max_steps", SAVED_AT]], "zero2 x2", tmp_path)
-    largest = max(path.stat().st_size for path in saved(folder).glob("*.safetensors"))
-    command = [*LAUNCHES[launch], *settings, *common]
-    limited = f"ulimit -f {(largest - 1000) // 1024}; exec {' '.join(map(str, command))}"
-    with port_of(command):
-        finished = start(["bash", "-c", limited], seconds=60)
-    assert finished.code == 1, finished.err[-3000:]
-    errors = [
-        line for line in finished.err.splitlines() if line.startswith("[rank ") and "error:" in line
-    ]
-    assert len(errors) == 1, finished.err[-3000:]
-    assert "earlier checkpoints are untouched" in errors[0]
-    assert folders.readable(folder / "checkpoints") == [saved(folder)]
-    message = start(command).succeeded().err
-    assert f"resuming from {saved(folder)}: step {SAVED_AT} of {STEPS}" in message
-    assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == list(
-        range(1, STEPS + 1)
-    )

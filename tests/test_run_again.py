@@ -1,16 +1,13 @@
 """A second run in the same folder: what resumes, and what is refused without touching a file."""
 
 import json
-import re
 import shutil
 import signal
 from pathlib import Path
-from unittest.mock import ANY
 
 import pytest
 
 from tests.runs import digests, failed, fork, lines_of, recipe, run_of, train, wait_until_stopped
-from toolkit.errors import size_text
 
 
 @pytest.fixture(scope="module")
@@ -41,23 +38,6 @@ def test_refused(changed: list[str], message: str, settings: list[str], finished
     assert digests(finished) == before
 
 
-def test_an_evaluation_is_repeated_with_smaller_batches(
-    settings: list[str], finished: Path, tmp_path: Path
-) -> None:
-    run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
-    train(
-        *settings,
-        "--max_steps",
-        4,
-        "--checkpoint_every",
-        2,
-        "--max_tokens_per_batch",
-        140,
-        "--output_dir",
-        run,
-    )
-
-
 def test_two_at_once(settings: list[str], tmp_path: Path) -> None:
     """The second is refused with the first one's process id; the first continues."""
     folder = tmp_path / "run"
@@ -78,10 +58,8 @@ def test_a_run_that_failed_before_its_first_step_is_replaced(
     settings: list[str], tmp_path: Path
 ) -> None:
     """A loss that is not finite; a config.json that is not a run's is not overwritten."""
-    rows, options = (
-        tmp_path / "rows.csv",
-        [*settings, "--max_steps", "2", "--output_dir", tmp_path / "run"],
-    )
+    rows = tmp_path / "rows.csv"
+    options = [*settings, "--max_steps", "2", "--output_dir", tmp_path / "run"]
     rows.write_text(
         "text,label\n" + "".join(f"word {i},{i}.5\n" for i in range(11)) + "huge,1e30\n"
     )
@@ -96,40 +74,6 @@ def test_a_run_that_failed_before_its_first_step_is_replaced(
     (tmp_path / "other" / "config.json").write_text("{}")
     message = failed(*settings, "--max_steps", "2", "--output_dir", tmp_path / "other")
     assert "already contains a run (config.json)" in message
-
-
-def test_a_full_disk_at_the_end(settings: list[str], finished: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    largest = (finished / "model" / "model.safetensors").stat().st_size - 10
-    words = [*settings, "--max_steps", "4", "--overwrite_output_dir", "--output_dir", run]
-    message = failed(*words, largest_file=largest)
-    assert re.fullmatch(
-        rf"cannot write {run}/model: .*File too large.*; nothing was left behind", message
-    ), message
-    assert sorted(path.name for path in run.iterdir()) == [".lock", "config.json", "metrics.jsonl"]
-
-
-def test_the_summary_is_about_this_run(settings: list[str], tmp_path: Path) -> None:
-    run = tmp_path / "my run"
-    words = [
-        *settings,
-        "--max_steps",
-        "4",
-        "--checkpoint_every",
-        "4",
-        "--log_level",
-        "warning",
-        "--output_dir",
-    ]
-    finished = recipe(*words, f"{run}/").succeeded()
-    summary = finished.out.splitlines()
-    assert "done in" not in finished.err
-    size = sum(path.stat().st_size for path in (run / "checkpoints").rglob("*") if path.is_file())
-    (line,) = [line for line in summary if "checkpoints/" in line]
-    assert line.startswith(f"  '{run}'/checkpoints/      {size_text(size)}, ")
-    assert [line.split()[:2] for line in summary if line.startswith("  F1 ")] == [["F1", ANY]] * 2
-    assert any(f"toolkit predict '{run}'/model YOUR_FILE.csv" in line for line in summary)
-    assert "f1_micro" not in finished.out
 
 
 def test_ended_before_its_first_checkpoint(settings: list[str], tmp_path: Path) -> None:

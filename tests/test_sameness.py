@@ -21,14 +21,8 @@ CLOSE = 1e-5
 DDP, ZERO1, ZERO2, ZERO3, FSDP2 = "ddp x2", "zero1 x2", "zero2 x2", "zero3 x2", "fsdp2 x2"
 SHARDED = (ZERO1, ZERO2, ZERO3, FSDP2)
 EVERYWHERE = (
-    DDP,
-    *SHARDED,
-    "ddp x3",
-    "zero3 x3",
-    "fsdp2 x3",
-    "zero2_offload x2",
-    "zero3_offload x2",
-)
+    DDP, *SHARDED, "ddp x3", "zero3 x3", "fsdp2 x3", "zero2_offload x2", "zero3_offload x2",
+)  # fmt: skip
 # Each technique under a way that reduces whole gradients and under one that shards weights; the other two are slow.
 FAST: dict[str, tuple[str, ...]] = {
     "plain": EVERYWHERE,
@@ -72,24 +66,18 @@ SLOW: dict[str, tuple[str, ...]] = {
 }
 # in one process; under several, all of them are compared with their reference
 QUICK = (
-    "one micro-batch",
-    "padding-free",
-    "padding-free lora",
-    "padding-free two terms",
+    "one micro-batch", "padding-free", "padding-free lora", "padding-free two terms",
     "padding-free sampling",
-)
+)  # fmt: skip
 CASES = [(way, name) for name, ways in FAST.items() for way in ways]
 SLOW_CASES = [
     (way, name) for name, ways in SLOW.items() for way in ways if (way, name) not in CASES
 ]
 # jobs that must have the losses of another; without dropout R-Drop's two passes are equal
 EQUAL = {
-    "recomputed": "few",
-    "ema": "few",
-    "r-drop": "few",
-    "any length": "few",
+    "recomputed": "few", "ema": "few", "r-drop": "few", "any length": "few",
     **{name: job.reference for name, job in JOBS.items() if job.reference},
-}
+}  # fmt: skip
 REFUSED = {("r-drop", "teacher"), ("fgm", "teacher"), ("class weights", "pos_weight"), ("pos_weight", "smoothing"),
            ("focal", "smoothing"), ("frozen layer", "lora"), ("new layer", "lora")}  # fmt: skip
 PAIRS = [pair for pair in itertools.combinations(TECHNIQUES, 2) if pair not in REFUSED]
@@ -173,15 +161,10 @@ def test_the_runs_could_differ() -> None:
         *TECHNIQUES,
         "all frozen",
         "any length",
-        "sampling",
-        "rmsprop",
-        "momentum",
-        "adafactor",
+        *"sampling rmsprop momentum adafactor".split(),
     ]:
-        losses, others = (
-            losses_of(runs("single")[name]),
-            losses_of(runs("single")[EQUAL.get(name, "few")]),
-        )
+        losses = losses_of(runs("single")[name])
+        others = losses_of(runs("single")[EQUAL.get(name, "few")])
         assert (losses == pytest.approx(others, rel=CLOSE)) == (name in EQUAL), name
     averaged, last = (
         lines_of(runs("single")[name] / "eval.jsonl")[-1]["loss"] for name in ("ema", "few")
@@ -250,10 +233,8 @@ def assert_model_was_evaluated(run: Path) -> None:
 
 def probabilities(model: torch.nn.Module, run: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """A model's probabilities for the texts of the last evaluation, and those in predictions.jsonl: (N, C) each."""
-    tokenizer, lines = (
-        AutoTokenizer.from_pretrained(run / "model"),
-        lines_of(run / "predictions.jsonl"),
-    )
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    lines = lines_of(run / "predictions.jsonl")
     texts = list(pandas.read_csv(inputs.reviews())["text"])
     encoded = tokenizer(
         [texts[line["id"]] for line in lines], padding=True, truncation=True, return_tensors="pt"

@@ -14,11 +14,6 @@ from tests.runs import ROOT
 from toolkit import __version__
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-OTHERS = [
-    ROOT / "CITATION.cff",
-    ROOT / ".pre-commit-config.yaml",
-    *(ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"),
-]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 LINES = re.findall(
     r"^([a-z][\w-]*(?: [a-z][\w-]*)*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M
@@ -56,11 +51,6 @@ def test_make_targets_exist(path: Path) -> None:
     assert named - TARGETS - {"it"} == set()
 
 
-@pytest.mark.parametrize("path", OTHERS, ids=lambda path: path.name)
-def test_other_files_are_yaml(path: Path) -> None:
-    assert isinstance(loaded(path), dict)
-
-
 def test_the_version_is_defined_once() -> None:
     assert "version" in PROJECT["project"]["dynamic"]
     assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "toolkit.__version__"}
@@ -95,9 +85,3 @@ def test_a_wheel_with_missing_or_extra_files_is_refused() -> None:
     assert release.wheel_faults(names, wanted) == ["missing: toolkit/templates/recipes/cls.py",
                                                    "extra: toolkit/secret.txt"]  # fmt: skip
     assert release.wheel_faults([*wanted], wanted) == []
-
-
-@pytest.mark.parametrize(("entry", "released"), [("1.2.0 (2026-01-31)", True), ("1.2.0 (unreleased)", False),
-                                              ("1.1.0 (2026-01-31)", False)])  # fmt: skip
-def test_only_a_dated_entry_of_this_version_is_released(entry: str, released: bool) -> None:
-    assert (release.changelog_fault(f"# Changelog\n\n## {entry}\n- x\n", "1.2.0") == "") == released

@@ -82,8 +82,7 @@ def test_missing_ranks_are_named(name: str, copied: Copy) -> None:
     missing = sorted((root / "global_step2").glob("*rank_[12]_*"))
     for file in missing:
         file.unlink()
-    message = fault_of(root, *(file.name for file in missing))
-    message.replace(str(root), "CHECKPOINT")
+    fault_of(root, *(file.name for file in missing))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -147,10 +146,9 @@ def test_no_code_of_a_torch_file_is_executed(name: str, copied: Copy) -> None:
             continue
         content = torch.load(file, weights_only=False)
         torch.save({**content, "bomb": Bomb(root / "trace")}, file)
-        message = fault_of(root, file.name, "posix.system")
+        fault_of(root, file.name, "posix.system")
         assert not (root / "trace").exists()
         torch.save(content, file)
-    message.replace(str(root), "CHECKPOINT")
 
 
 def test_no_code_of_other_pickles_is_executed(copied: Copy, tmp_path: Path) -> None:
@@ -172,15 +170,6 @@ def test_no_code_of_other_pickles_is_executed(copied: Copy, tmp_path: Path) -> N
     torch.save({"state_dict": state, "bomb": bomb}, lightning)
     fault_of(lightning, "last.ckpt", "posix.system")
     assert not bomb.trace.exists()
-
-
-def test_the_list_of_tensors_is_checked_before_it_is_read(copied: Copy) -> None:
-    """A pickle in a file of torch.save that is valid, and not the one that was written."""
-    file = copied("fsdp-full x2") / "pytorch_model_fsdp.bin"
-    content = file.read_bytes()
-    assert content.count(b"first.weight") == 1
-    file.write_bytes(content.replace(b"first.weight", b"first.height"))
-    fault_of(file.parent, str(file))
 
 
 def test_not_a_checkpoint(tmp_path: Path) -> None:

@@ -81,9 +81,8 @@ KINDS = {
 
 
 def start() -> None:
-    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: (
-        None
-    )  # nothing to compile
+    # nothing to compile
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     import deepspeed
 
     torch.set_num_threads(1)
@@ -143,9 +142,8 @@ def truth_of(engine: Any, kind: Kind) -> dict[str, torch.Tensor]:
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]):
             weight = parameter.data.detach().clone()
-        is_half = (
-            weight.dtype != torch.float32
-        )  # in fp32 the weights are the masters, and always right
+        # in fp32 the weights are the masters, and always right
+        is_half = weight.dtype != torch.float32
         if parameter.requires_grad and is_half and weight.numel() and kind.stage:
             weight = safe_get_full_fp32_param(parameter).detach().clone().view(weight.shape)
         truth[name] = weight

@@ -127,7 +127,6 @@ def test_an_evaluation_counts_every_sample_once(accelerator: Accelerator) -> Non
         23,
         1,
     )
-    assert evaluation.numbers["accuracy"] == pytest.approx(
-        np.mean(split.labels == 0)
-    )  # equal logits: class 0
+    # equal logits: class 0
+    assert evaluation.numbers["accuracy"] == pytest.approx(np.mean(split.labels == 0))
     assert evaluation.predictions is not None

@@ -72,10 +72,8 @@ def test_numbers_are_scikit_learns(problem: ProblemType) -> None:
         else generator.random((60, 4)) < [0.5, 0.3, 0.2, 0]
     )
     guess = logits.argmax(axis=1) if problem == SINGLE else logits > 0
-    numbers, labels = (
-        numbers_of(problem, "abcd", logits, truth),
-        {"labels": range(4), "zero_division": 0},
-    )
+    numbers = numbers_of(problem, "abcd", logits, truth)
+    labels = {"labels": range(4), "zero_division": 0}
     assert (numbers["num_samples"], numbers["accuracy"]) == (
         60,
         pytest.approx(sk.accuracy_score(truth, guess)),
@@ -115,18 +113,6 @@ def test_regression_numbers(
     assert [numbers[name] for name in ("loss", "mse", "mae", "pearson")] == pytest.approx(
         [mse, mse, mae, pearson]
     )
-
-
-def test_predicted_numbers_keep_their_digits() -> None:
-    answers, outputs = (
-        ClassAnswers(Labels("regression", ("y",), ("y",))),
-        np.array([[1e-8], [12345.678]], np.float32),
-    )
-    lines = answers.prediction_lines(np.arange(2), outputs, np.array([0.1, 4.17], np.float32))
-    assert [(line["label"], line["prediction"]) for line in lines] == [
-        (0.1, 1e-8),
-        (4.17, 12345.678),
-    ]
 
 
 @pytest.mark.parametrize(

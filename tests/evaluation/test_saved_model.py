@@ -7,7 +7,6 @@ from typing import Any
 
 import datasets
 import numpy as np
-import torch
 from transformers import AutoTokenizer, PretrainedConfig
 
 from tests.faults import refusal
@@ -45,31 +44,6 @@ def test_models_share_no_tokens_of_the_same_texts(
         )
         shared.add(split.folder)
     assert len(shared) == 3
-
-
-def test_the_model_is_on_the_device() -> None:
-    """Under FSDP `prepare_model` leaves it on the CPU."""
-    module: Any = torch.nn.Linear(3, 2)
-    module.config = None
-    saved: Any = object.__new__(SavedModel)
-    saved.settings, saved.answers = None, SimpleNamespace(load=lambda _: module)
-    accelerator = SimpleNamespace(
-        device=torch.device("meta"), prepare_model=lambda model, evaluation_mode: model
-    )
-    saved.load(accelerator, 8, 4, None)
-    assert saved.model.weight.is_meta
-
-
-def test_precision_under_deepspeed() -> None:
-    """Where `prepare_model` and accelerate's own autocast change nothing."""
-    saved: Any = object.__new__(SavedModel)
-    saved.accelerator = SimpleNamespace(mixed_precision="bf16", device=torch.device("cpu"))
-    saved.model = saved.tokenizer = None
-    saved._sizes, saved._shared = (), set()
-    saved.answers = SimpleNamespace(outputs=lambda *_: torch.ones(1, 2) @ torch.ones(2, 1))
-    assert (
-        saved.compute_outputs(SimpleNamespace(folder=Path("tokens/split"))).dtype == torch.bfloat16
-    )
 
 
 def test_a_model_outside_of_its_run(
@@ -111,10 +85,8 @@ def test_a_file_with_a_part_of_the_trained_columns(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         '{"settings": {}, "data": {"text_column": "title,content"}, "identity": {}, "launch": {}}'
     )
-    model, table = (
-        str(tmp_path / "model"),
-        Table(datasets.Dataset.from_dict({"content": ["a"]}), "f.csv", ""),
-    )
+    model = str(tmp_path / "model")
+    table = Table(datasets.Dataset.from_dict({"content": ["a"]}), "f.csv", "")
     refusal(choose_columns, model, table, None, None, says=["no column 'title'", "--text_column"])
     assert choose_columns(model, table, "content", None) == ("content", None)
 

@@ -1,10 +1,8 @@
 """The fast BigBird attention by flex_attention (on a GPU: tests/test_gpu.py)."""
 
 import itertools
-from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -139,10 +137,8 @@ def test_a_backward_kernel_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPat
 
 def test_backward_tiles_divide_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise torch drops the kernel, and gathered attention would take over on such GPUs."""
-    gpus, dtypes = (
-        [(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)],
-        (torch.float32, torch.bfloat16, torch.float16),
-    )
+    gpus = [(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)]
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
     with ways._backward_tiles():
         choices = V.choices
         for capability, size, dtype in itertools.product(gpus, (32, 64, 128), dtypes):
@@ -150,43 +146,9 @@ def test_backward_tiles_divide_the_blocks(monkeypatch: pytest.MonkeyPatch) -> No
             (config,) = choices.get_flex_attention_bwd_configs(size, dtype)
             tiles = config.block_m1, config.block_n1, config.block_m2, config.block_n2
             assert not any(ways.TILE % tile for tile in tiles)
-            assert (
-                config.block_n1 % config.block_m1 == config.block_m2 % config.block_n2 == 0
-            )  # as the kernel requires
+            # as the kernel requires
+            assert config.block_n1 % config.block_m1 == config.block_m2 % config.block_n2 == 0
     assert V.choices is not choices
-
-
-def test_a_mask_is_built_once_for_each_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
-    build, draw = Mock(wraps=ways._make_mask), Mock(wraps=plan.random_blocks)
-    monkeypatch.setattr(ways, "_masks", OrderedDict())
-    monkeypatch.setattr(ways, "_make_mask", build)
-    monkeypatch.setattr(plan, "random_blocks", draw)
-    monkeypatch.setattr(ways, "_run", lambda inputs, score, mask: inputs[0])
-    plan.tables.cache_clear()
-    sizes: dict[str, Any] = {
-        "block_size": 4,
-        "max_position_embeddings": 256,
-        "num_hidden_layers": 3,
-    }
-    layers = fast(
-        make(**sizes, hidden_size=4, num_attention_heads=1).requires_grad_(False), "flex"
-    ).bert.encoder.layer
-    for training in (True, False, True):
-        for layer, length in itertools.product(
-            layers.train(training), range(48, 260, 4)
-        ):  # 53 lengths
-            layer.attention(torch.zeros(1, length, 4))
-    made = [call.args[0] for call in build.call_args_list]
-    # in evaluation all layers read the same blocks
-    assert len(made) == len(set(made)) == draw.call_count == 3 * 53 + 53
-    # beyond the limit of bytes the oldest are dropped
-    monkeypatch.setattr(
-        ways, "_MAX_MASK_BYTES", sum(mask.size for mask in ways._masks.values()) // 2
-    )
-    ways.mask_of(made[0]._replace(seed=99), torch.device("cpu"), torch.float32)
-    assert 1 < len(ways._masks) < len(made)
-    assert next(reversed(ways._masks))[0].seed == 99
-    assert next(iter(ways._masks))[0] != made[0]
 
 
 def test_tables_of_a_mask_are_contiguous() -> None:
@@ -196,14 +158,3 @@ def test_tables_of_a_mask_are_contiguous() -> None:
     for name in ("kv", "full_kv", "q", "full_q"):
         for table in ("num_blocks", "indices"):
             assert getattr(blocks, f"{name}_{table}").is_contiguous(), (name, table)
-
-
-@pytest.mark.slow
-def test_within_a_compiled_model(compiled: list[Any]) -> None:
-    """Gathered, with any length in one graph: the graph would have to build the masks."""
-    reference = small()
-    model = torch.compile(fast(reference, "flex"))
-    for samples, length in BATCHES[2:4]:
-        assert_same(model, reference, samples, length)
-    assert compiled
-    assert not ways._compiles

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from tests.faults import refusal
 from tests.runs import edit_json
@@ -88,20 +87,15 @@ def test_a_head_of_the_same_classes_gets_the_order_of_the_data(family: str, tmp_
     ).eval()
     torch.nn.init.normal_([*trained.parameters()][-1])  # the head's bias
     trained.save_pretrained(tmp_path)
-    model, ids = (
-        load(tmp_path, Labels("single_label_classification", tuple("abc"), ("label",))),
-        torch.tensor([[3, 4]]),
-    )
+    model = load(tmp_path, Labels("single_label_classification", tuple("abc"), ("label",)))
+    ids = torch.tensor([[3, 4]])
     torch.testing.assert_close(model.eval()(ids).logits, trained(ids).logits[:, [1, 2, 0]])
 
 
 SIZES = {
-    "hidden_size": 24,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 2,
-    "intermediate_size": 20,
+    "hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 20,
     "vocab_size": 30,
-}
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "bert": SIZES,
     "roberta": SIZES,
@@ -140,28 +134,6 @@ def test_freeze_unused_changes_nothing_else(tiny_model: Path) -> None:
     assert not model.training
 
 
-def test_layers_that_are_dropped_at_random_are_not_frozen() -> None:
-    heads, sizes = (
-        {"encoder_attention_heads": 2, "decoder_attention_heads": 2},
-        {"d_model": 16, "vocab_size": 32},
-    )
-    config = AutoConfig.for_model(
-        "bart", **heads, **sizes, encoder_layerdrop=0.9, decoder_layerdrop=0.9
-    )
-    assert freeze_unused(AutoModelForSequenceClassification.from_config(config)) == []
-
-
-def test_masks_on_a_device_are_not_checked(tiny_model: Path) -> None:
-    """A check of a meta tensor would raise. On a CPU masks of ones are skipped."""
-    load(tiny_model)
-    mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-    sizes = {"batch_size": 2, "q_length": 3, "kv_length": 3, "allow_is_bidirectional_skip": True}
-    assert mask(**sizes, attention_mask=torch.ones(2, 3)) is None
-    on_device = torch.ones(2, 3, device="meta").bool()
-    made = mask(**sizes, attention_mask=on_device, device="meta")
-    assert made.shape == (2, 1, 3, 3)
-
-
 def test_an_unused_pooler_is_frozen_when_loaded(tmp_path: Path) -> None:
     config = AutoConfig.for_model(
         "big_bird", **SIZES, attention_type="original_full", sep_token_id=3
@@ -175,19 +147,6 @@ def test_an_unused_pooler_is_frozen_when_loaded(tmp_path: Path) -> None:
     assert (
         "--attn_implementation flash_attention_2: a BigBird has no such attention. It has auto"
         in fault
-    )
-
-
-@pytest.mark.parametrize("name", ["flash_attention_2", "sdpaa"])
-def test_an_unknown_attention_names_its_setting(tiny_model: Path, name: str) -> None:
-    says = [f"--attn_implementation {name}"]
-    assert "give a folder" not in fault_of(tiny_model, attn_implementation=name, says=says)
-
-
-def test_an_attention_that_cannot_train_on_a_cpu_is_loaded(tiny_model: Path) -> None:
-    assert (
-        load(tiny_model, attn_implementation="flex_attention").config._attn_implementation
-        == "flex_attention"
     )
 
 

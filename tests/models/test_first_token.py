@@ -9,8 +9,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import transformers
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from toolkit.config import ModelSettings
@@ -19,14 +17,9 @@ from toolkit.models.first_token import read_first_token_only
 from toolkit.models.lora import add_lora
 
 SMALL = {
-    "hidden_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 3,
-    "intermediate_size": 40,
-    "vocab_size": 50,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
+    "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 40,
+    "vocab_size": 50, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
 IDS = torch.randint(3, 50, (4, 17), generator=torch.Generator().manual_seed(1))
 MASK = (torch.arange(17) < torch.tensor([[17], [3], [9], [1]])).long()
 
@@ -107,15 +100,6 @@ def test_every_position_where_it_may_be_read(change: str) -> None:
     torch.testing.assert_close(model(input_ids=IDS).logits, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_every_position_for_a_call_that_returns_it() -> None:
-    model = make("roberta")
-    read_first_token_only(model)
-    assert width_of_last(model, "roberta", output_hidden_states=True) == 17
-    assert width_of_last(model, "roberta", output_hidden_states=False) == 1
-    states = model(input_ids=IDS, output_hidden_states=True).hidden_states[-1]
-    assert torch.equal(model.roberta(IDS).last_hidden_state, states)
-
-
 def test_a_saved_model_and_others(tmp_path: Path) -> None:
     model = make("bert")
     model.save_pretrained(tmp_path)
@@ -129,14 +113,3 @@ def test_a_saved_model_and_others(tmp_path: Path) -> None:
     torch.save(model, tmp_path / "model.pt")
     pickled = torch.load(tmp_path / "model.pt", weights_only=False)
     torch.testing.assert_close(pickled(IDS).logits, model(IDS).logits)
-
-
-@pytest.mark.parametrize("family", ["bert", "roberta"])
-def test_a_model_in_fsdp2(family: str, one_process: None) -> None:
-    """`fully_shard` gives the model a subclass, in a module of torch."""
-    model = make(family)
-    read_first_token_only(model)
-    mesh = DeviceMesh("cpu", [0])
-    for part in (*model.base_model.encoder.layer, model):
-        fully_shard(part, mesh=mesh)
-    assert width_of_last(model, family) == 1

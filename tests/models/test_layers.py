@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from tests.faults import refusal
 from tests.training.test_optimizer import LAYERS, tiny
-from toolkit.models.layers import distances, freeze_layers, keep_layers, outer_layers, reinit_layers
+from toolkit.models.layers import freeze_layers, keep_layers, outer_layers, reinit_layers
 
 FAMILIES = [family for family in LAYERS if family != "albert"]
 
@@ -77,28 +77,13 @@ def test_kept_layers_are_evenly_spaced() -> None:
     model: Any = torch.nn.Module()
     model.config = AutoConfig.for_model("modernbert", num_hidden_layers=12)
     model.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Dropout()) for _ in range(12))
-    before, kinds, places = (
-        list(model.layers),
-        model.config.layer_types,
-        [0, 2, 4, 7, 9, 11],
-    )  # as DistilBERT's
+    # as DistilBERT's
+    before = list(model.layers)
+    kinds = model.config.layer_types
+    places = [0, 2, 4, 7, 9, 11]
     keep_layers(model, 6, "m")
     assert [before.index(layer) for layer in model.layers] == places
     assert (model.config.num_hidden_layers, model.config.layer_types) == (
         6,
         [kinds[place] for place in places],
     )
-
-
-def test_heads_in_a_list_are_no_layers() -> None:
-    model = tiny("bert")
-    layers = outer_layers(model)
-    model.heads = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(24, 2)) for _ in range(3))
-    assert outer_layers(model) == layers
-    assert {distances(model)[id(each)] for each in model.heads.parameters()} == {0}
-    part: Any = torch.nn.Module()
-    part.encoder, part.heads = (
-        model.base_model,
-        torch.nn.ModuleList(torch.nn.Linear(24, 2) for _ in range(3)),
-    )
-    assert outer_layers(part) == layers

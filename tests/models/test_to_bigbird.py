@@ -1,9 +1,7 @@
 """Converting a BERT to a BigBird that computes the same; a failure leaves nothing behind."""
 
 import json
-import os
 import re
-import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +10,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, BertConfig
-from transformers.integrations import deepspeed as transformers_deepspeed
 
 from tests.faults import refusal
-from tests.runs import edit_json, start
+from tests.runs import edit_json
 from toolkit.config import ModelSettings
 from toolkit.data.tokens import load_tokenizer
 from toolkit.models import to_bigbird as module
@@ -118,9 +114,7 @@ def test_every_kind_of_bert(bert: Bert, out: Path, kind: str, tied: bool) -> Non
     count = sum(tensor.numel() for tensor in load_file(out / "model.safetensors").values())
     assert re.findall(r"[\d,]*\d", wrote.removeprefix(f"wrote {out}: ")) == [
         f"{count:,}",
-        "128",
-        "48",
-        "56",
+        *"128 48 56".split(),
     ]
     assert json.loads((out / "config.json").read_text())["architectures"] == [family]
 
@@ -136,25 +130,6 @@ def test_every_kind_of_bert(bert: Bert, out: Path, kind: str, tied: bool) -> Non
         theirs, ours = same_numbers(source, out, AutoModelForMaskedLM, inputs)
         visible = inputs["attention_mask"].bool()
         close(ours.logits[visible], theirs.logits[visible])
-
-
-def test_the_config(bert: Bert, out: Path, tokenizer: Any) -> None:
-    changed = {"hidden_act": "gelu_new", "layer_norm_eps": 1e-7, "type_vocab_size": 5, "hidden_dropout_prob": 0.2,
-               "attention_probs_dropout_prob": 0.3, "classifier_dropout": 0.4, "initializer_range": 0.5}  # fmt: skip
-    convert(bert(**changed), out)
-    config = json.loads((out / "config.json").read_text())
-    assert changed.items() <= config.items()
-    ids = {"bos": tokenizer.cls_token_id, "eos": tokenizer.sep_token_id, "sep": tokenizer.sep_token_id,
-           "cls": tokenizer.cls_token_id, "pad": tokenizer.pad_token_id}  # fmt: skip
-    assert {f"{name}_token_id": value for name, value in ids.items()}.items() <= config.items()
-    assert (config["vocab_size"], config["max_position_embeddings"]) == (len(tokenizer), 128)
-    assert (config["attention_type"], config["block_size"], config["num_random_blocks"]) == (
-        "block_sparse",
-        8,
-        1,
-    )
-    assert (config["rescale_embeddings"], config["use_bias"]) == (False, True)
-    assert str(out.parent) not in json.dumps(config)
 
 
 @pytest.mark.parametrize("kind", [None, "jieba"])
@@ -181,27 +156,20 @@ def test_the_tokenizer_is_berts(kind: str | None, bert: Bert, out: Path, tmp_pat
 @pytest.mark.parametrize(
     ("changed", "sizes", "message"),
     [
-        (
-            {"model_type": "roberta"},
-            {},
-            "model_type roberta, and only bert can be converted: use bert-base-chinese",
-        ),
+        ({"model_type": "roberta"}, {},
+         "model_type roberta, and only bert can be converted: use bert-base-chinese"),
         ({"model_type": "big_bird"}, {}, "already is a BigBird, with 48 positions"),
         ({"position_embedding_type": "relative_key"}, {}, "position_embedding_type relative_key"),
         ({"is_decoder": True}, {}, "is a decoder"),
         ({"num_hidden_layers": 1}, {}, "do not match its config.json (encoder.layer.1."),
         ({"num_hidden_layers": 3}, {}, "do not match its config.json (bert.encoder.layer.2."),
         ({"hidden_size": 48}, {}, "do not match its config.json"),
-        (
-            {"vocab_size": 200},
-            {},
-            "do not match its config.json (bert.embeddings.word_embeddings.weight ",
-        ),
-        ({}, {"max_length": 40}, "--max_length 40"),
-        ({}, {"max_length": 100}, "use 104"),
+        ({"vocab_size": 200}, {},
+         "do not match its config.json (bert.embeddings.word_embeddings.weight "),
+        ({}, {"max_length": 40}, "--max_length 40"), ({}, {"max_length": 100}, "use 104"),
         ({}, {"max_length": 56}, "--max_length 56"),
     ],
-)
+)  # fmt: skip
 def test_unsuitable_models_and_lengths(
     bert: Bert, out: Path, changed: Any, sizes: Any, message: str
 ) -> None:
@@ -223,33 +191,6 @@ def test_a_source_without_tokenizer_or_weights_or_a_missing_one(
     fault_of(source, out, match="tokenizer")
     fault_of("demo:minilmm", out, match="did you mean minilm")
     assert not out.exists()
-
-
-def test_an_existing_output_is_not_replaced(bert: Bert, out: Path) -> None:
-    source = bert()
-    out.mkdir()
-    convert(source, out)  # into an empty folder
-    before = (out / "model.safetensors").read_bytes()
-    assert f"{out} exists" in fault_of(source, out, max_length=136)
-    assert (out / "model.safetensors").read_bytes() == before
-    table = load_file(out / "model.safetensors")["embeddings.position_embeddings.weight"]
-    assert torch.equal(table, torch.cat([table[:48]] * 3)[:128])  # BERT's, repeated
-
-
-def test_a_full_disk_is_one_line(bert: Bert, out: Path) -> None:
-    source, limits = bert(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
-    try:
-        assert f"cannot write {out}: " in fault_of(source, out)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not out.exists()
-
-
-def test_the_command(bert: Bert, out: Path) -> None:
-    done = start(["toolkit", "to-bigbird", bert("BertForSequenceClassification"), out])
-    assert (done.code, done.err) == (0, "")
-    assert done.out.splitlines()[0].startswith(f"wrote {out}: a BigBird of ")
 
 
 def of(path: Path | str) -> ModelSettings:
@@ -282,45 +223,3 @@ def test_a_recipes_long_model_is_cached(
     with monkeypatch.context() as patch:
         patch.setattr(module, "_write_bigbird", lambda *options: pytest.fail("made again"))
         assert made(long_model(of(source), 30)) == made(long_model(of(source), 4096)) == path
-
-
-@pytest.mark.usefixtures("toolkit_cache")
-def test_the_cache_depends_on_length_and_content(bert: Bert) -> None:
-    source = bert()
-    first = made(long_model(of(source), None))
-    assert (
-        AutoConfig.from_pretrained(made(long_model(of(source), 5000))).max_position_embeddings
-        == 5056
-    )
-    (source / "README.md").write_text("what it is")
-    assert made(long_model(of(source), None)) == first
-    torch.save(load_file(source / "model.safetensors"), source / "pytorch_model.bin")
-    edit_json(source / "config.json", hidden_act="relu")
-    assert AutoConfig.from_pretrained(made(long_model(of(source), None))).hidden_act == "relu"
-
-
-@pytest.mark.usefixtures("toolkit_cache")
-def test_every_process_of_a_group_writes_the_same_model(
-    bert: Bert, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the second of two processes, with settings by which transformers loads weights only in the first."""
-    source = bert("BertForMaskedLM")
-    to_bigbird(str(source), out, SparseSizes())
-    for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
-        monkeypatch.setenv(name, "true")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
-    zero3 = transformers_deepspeed.HfDeepSpeedConfig(config)
-    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
-    try:
-        path = made(long_model(of(source), None))
-        assert transformers_deepspeed.is_deepspeed_zero3_enabled()
-        assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
-    finally:
-        torch.distributed.destroy_process_group()
-        transformers_deepspeed.unset_hf_deepspeed_config()
-        del zero3
-    names = {file.name for file in out.iterdir()}
-    assert {file.name for file in path.iterdir()} == {"source.txt", *names}
-    for name in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"):
-        assert (path / name).read_bytes() == (out / name).read_bytes(), name

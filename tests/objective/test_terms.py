@@ -130,25 +130,6 @@ def test_fgm_after_another_pass_of_the_recipe() -> None:
     assert objective(batch, later).isfinite().all()
 
 
-def test_settings_that_the_losses_of_a_recipe_replace(capsys: pytest.CaptureFixture[str]) -> None:
-    objective_of(None, losses=loss_fn)
-    assert capsys.readouterr().err == ""
-    objective_of(None, losses=loss_fn, loss="focal")
-    objective_of(None, losses=loss_fn, label_smoothing_factor=0.1)
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["--loss focal", "--label_smoothing_factor"]
-
-
-def test_r_drop_of_a_model_without_dropout(capsys: pytest.CaptureFixture[str]) -> None:
-    attention = torch.nn.Module()
-    attention.config = SimpleNamespace(attention_probs_dropout_prob=0.1)
-    for model in (torch.nn.Sequential(torch.nn.Dropout(0.1)), attention):
-        objective_of(model, r_drop_alpha=1.0)
-    assert not capsys.readouterr().err
-    objective_of(torch.nn.Sequential(torch.nn.Dropout(0.0)), r_drop_alpha=1.0)
-    assert "--r_drop_alpha 1.0" in capsys.readouterr().err
-
-
 def test_r_drop_adds_the_divergence_of_two_passes() -> None:
     torch.manual_seed(0)
     model: Any = tiny("bert").train()
@@ -195,8 +176,9 @@ def test_a_custom_term_and_terms_that_do_not_fit() -> None:
         "d_inner": 8,
         "num_labels": 3,
     }
+    # (S, B, H)
     sideways = AutoModelForSequenceClassification.from_config(
         AutoConfig.for_model("xlnet", **sizes)
-    )  # (S, B, H)
+    )
     square = batch_of([*ROWS, ROWS[0]])  # four texts of four tokens
     refusal(trained, sideways, square, fgm_epsilon=0.5, says=["XLNet", "--fgm_epsilon"])

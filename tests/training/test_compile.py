@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,17 +20,11 @@ from tests.training.test_optimizer import accelerator_with
 from toolkit.config import ModelSettings
 from toolkit.data.labels import Labels
 from toolkit.models.classifier import load_classifier
-from toolkit.objective import Objective
-from toolkit.objective.adversarial import Adversarial
-from toolkit.objective.losses import sample_losses
 from toolkit.training.prepare import compile_layers
 
 TINY = {
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-}
+    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -80,33 +73,9 @@ def test_layers_are_compiled_in_place_for_any_length(models: list[Any]) -> None:
     assert 2 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 16
 
 
-@pytest.mark.slow
-def test_two_gradients_of_a_compiled_graph(
-    models: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`--fgm_epsilon`: torch compiles for one by default, and raises at the other."""
-    monkeypatch.setattr(torch._functorch.config, "donated_buffer", True)
-    losses = partial(sample_losses, problem_type="single_label_classification")
-    inputs = {
-        "input_ids": torch.randint(5, 127, (3, 9), generator=torch.Generator().manual_seed(0))
-    }
-    batch = SimpleNamespace(inputs=inputs, labels=torch.tensor([0, 1, 0]), token_samples=None)
-    results = []
-    for model in models:
-        objective = Adversarial(Objective(losses), model, 0.5)
-        loss = objective(batch, model(**inputs).logits).mean()
-        loss.backward()
-        results.append(
-            [loss.detach(), *(each.grad for each in model.parameters() if each.requires_grad)]
-        )
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
-
-
 def test_unsuitable_models_and_strategies() -> None:
-    bert, sparse = (
-        BertModel(BertConfig(**TINY, vocab_size=9)),
-        BigBirdModel(BigBirdConfig(**TINY, vocab_size=9)),
-    )
+    bert = BertModel(BertConfig(**TINY, vocab_size=9))
+    sparse = BigBirdModel(BigBirdConfig(**TINY, vocab_size=9))
     for config, model, why in (({}, bert, "ZeRO-3 gathers each weight"), (None, sparse, "BigBird")):
         message = f"--torch_compile cannot be used: .*{why}.*leave it out"
         refusal(compile_layers, accelerator_with(config, stage=3), model, match=message)

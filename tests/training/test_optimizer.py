@@ -1,26 +1,21 @@
 """toolkit/training/optimizer.py and prepare.py: parameter groups, optimizers, the config of each strategy."""
 
 import re
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, DynamoBackend
+from accelerate.utils import DynamoBackend
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.faults import refusal
 from tests.models.test_classifier import FAMILIES, SIZES
 from tests.splits import of_lengths
-from toolkit.checkpoint.state import LiveState
 from toolkit.config import TrainingSettings
-from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.fsdp import _choose_units
 from toolkit.training.optimizer import make_optimizer, parameter_groups
-from toolkit.training.prepare import _make_contiguous, _prepare_copies
 from toolkit.training.schedule import make_schedule
 from toolkit.training.zero import _refuse_unusable, _set_config, explain_config_errors
 
@@ -88,30 +83,19 @@ def test_layerwise_lr_decay(model_type: str) -> None:
     assert {group["weight_decay"] for group in groups} == {0.1, 0.0}
 
 
-def test_a_model_without_layers() -> None:
-    says = ["--layerwise_lr_decay 0.9", "no list of layers"]
-    refusal(parameter_groups, torch.nn.Linear(2, 2), 0.1, 1.0, 0.9, says=says)
-
-
 @pytest.mark.parametrize(
     ("options", "kind", "expected"),
     [
         ({}, torch.optim.AdamW, {"fused": True}),
-        (
-            {"optimizer_args": "betas=(0.8,0.95), eps=1e-6"},
-            torch.optim.AdamW,
-            {"betas": (0.8, 0.95), "eps": 1e-6},
-        ),
+        ({"optimizer_args": "betas=(0.8,0.95), eps=1e-6"}, torch.optim.AdamW,
+         {"betas": (0.8, 0.95), "eps": 1e-6}),
         ({"optimizer_args": "foreach=True"}, torch.optim.AdamW, {"foreach": True, "fused": False}),
-        (
-            {"optimizer": "SGD", "optimizer_args": "momentum=0.9,nesterov=True"},
-            torch.optim.SGD,
-            {"nesterov": True},
-        ),
+        ({"optimizer": "SGD", "optimizer_args": "momentum=0.9,nesterov=True"}, torch.optim.SGD,
+         {"nesterov": True}),
         ({"optimizer": "adafactor"}, torch.optim.Adafactor, {}),
         ({"optimizer": "torch.optim.RMSprop"}, torch.optim.RMSprop, {}),
     ],
-)
+)  # fmt: skip
 def test_optimizers_by_name(options: dict[str, Any], kind: type, expected: dict[str, Any]) -> None:
     optimizer = make_optimizer(
         tiny("bert"), TrainingSettings(learning_rate=0.25, weight_decay=0.1, **options)
@@ -125,17 +109,12 @@ def test_optimizers_by_name(options: dict[str, Any], kind: type, expected: dict[
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"optimizer": "adamm"},
-            r"--optimizer adamm .*adamw\?.* adamw, adafactor, sgd",
-        ),
+        ({"optimizer": "adamm"}, r"--optimizer adamm .*adamw\?.* adamw, adafactor, sgd"),
         ({"optimizer": "torch.optim.Nothing"}, "cannot be imported"),
         ({"optimizer": "no.such.Thing"}, "cannot be imported: No module named 'no'"),
         ({"optimizer": "torch.nn.Linear"}, "is not a torch.optim.Optimizer"),
-        (
-            {"optimizer": "sgd", "optimizer_args": "momentun=0.9"},
-            "momentun'.*; SGD takes momentum, dampening",
-        ),
+        ({"optimizer": "sgd", "optimizer_args": "momentun=0.9"},
+         "momentun'.*; SGD takes momentum, dampening"),
         ({"optimizer": "torch.optim.Muon"}, "only supports 2D parameters"),
         ({"optimizer": "torch.optim.LBFGS"}, "--optimizer torch.optim.LBFGS"),
         ({"optimizer_args": "lr=1e-3"}, "--learning_rate"),
@@ -144,7 +123,7 @@ def test_optimizers_by_name(options: dict[str, Any], kind: type, expected: dict[
         ({"optimizer_args": "0.9"}, "each argument needs a name"),
         ({"optimizer_args": "eps=1)("}, "write momentum=0.9"),
     ],
-)
+)  # fmt: skip
 def test_an_optimizer_that_cannot_be_made(options: dict[str, Any], message: str) -> None:
     refusal(make_optimizer, tiny("bert"), TrainingSettings(**options), match=message)
 
@@ -166,39 +145,6 @@ AUTO: dict[str, Any] = {"gradient_clipping": "auto", "gradient_accumulation_step
                         "train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}  # fmt: skip
 SETTINGS = TrainingSettings(global_batch_size=32, per_device_batch_size=8, max_grad_norm=0.5)
 SCHEDULE = make_schedule(SETTINGS, of_lengths(np.full(100, 8)), 2)
-
-
-@pytest.mark.parametrize(
-    ("norm", "broadcast"), [(torch.nn.BatchNorm1d, True), (torch.nn.LayerNorm, False)]
-)
-def test_only_running_means_are_broadcast(
-    norm: Any, broadcast: bool, accelerator: Accelerator
-) -> None:
-    """Not a BERT's position ids, which are equal in every process."""
-    model, optimizer = tiny("bert"), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
-    model.extra = norm(3)
-    handler = accelerator.ddp_handler = DistributedDataParallelKwargs()
-    _prepare_copies(accelerator, SETTINGS, model, optimizer)
-    assert handler.broadcast_buffers == broadcast
-
-
-def test_tensors_become_contiguous() -> None:
-    """A checkpoint views them as one row of elements."""
-    model = torch.nn.Sequential(torch.nn.Linear(7, 5))
-    model[0].weight = torch.nn.Parameter(weight := torch.randn(7, 5).T)
-    model.register_buffer("table", torch.arange(3.0).expand(4, 3))
-    _make_contiguous(model)
-    live = LiveState(model, torch.optim.SGD(model.parameters()), torch.device("cpu"))
-    saved = {each.name: each.values.tolist() for each in live.weights()}
-    assert saved["0.weight"] == weight.flatten().tolist()
-    assert saved["table"] == 4 * [0, 1, 2]
-    model.register_buffer("rotation", torch.ones(2, dtype=torch.complex64))
-    live = LiveState(model, None, torch.device("cpu"))
-    alone = SimpleNamespace(_custom_objects=[])
-    run: Any = SimpleNamespace(
-        settings=replace(SETTINGS, checkpoint_every=1), live=lambda: live, accelerator=alone
-    )
-    refusal(Checkpoints.notes, run, match=r"rotation \(torch.complex64\): of a dtype")
 
 
 @pytest.mark.parametrize("value", ["auto", 64])

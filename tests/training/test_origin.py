@@ -75,13 +75,10 @@ def test_auto_and_no(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
-        ("", 6),
-        ("checkpoints", 6),
-        ("checkpoints/step-00000002", 2),
-        ("checkpoints/best", 4),
+        ("", 6), ("checkpoints", 6), ("checkpoints/step-00000002", 2), ("checkpoints/best", 4),
         ("checkpoints/last", 6),
     ],
-)
+)  # fmt: skip
 def test_a_path(path: str, expected: int, run: Path, tmp_path: Path) -> None:
     assert step_of(choose_origin(str(run / path), tmp_path / "elsewhere", FACTS)) == expected
 
@@ -113,20 +110,6 @@ def test_a_restart_resumes_only_what_its_job_has_saved(
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert precision_of(settings) == ("fp16" if expected else "auto")
     assert step_of(create_run_folder(settings, "cls", FACTS).origin) == expected
-
-
-def test_a_path_without_checkpoints(run: Path, tmp_path: Path) -> None:
-    refusal(
-        choose_origin, str(run / "checkpoint"), run / "checkpoints", FACTS, match="no such folder"
-    )
-    (tmp_path / "empty").mkdir()
-    refusal(
-        choose_origin,
-        str(tmp_path / "empty"),
-        run / "checkpoints",
-        FACTS,
-        match="there is no checkpoint",
-    )
 
 
 def test_a_different_identity_names_the_changed_setting(run: Path) -> None:

@@ -1,14 +1,13 @@
 """Bytes that a step sends to reduce gradients: once per optimizer step, unless `--sync_each_batch`; half as many with
 `--half_precision_gradients`."""
 
-import json
 from typing import Any
 
 import pytest
 
 from tests import inputs
 from tests.matrix import TINY, runs
-from tests.runs import losses_of
+from tests.runs import lines_of, losses_of
 
 REDUCTIONS = {"ddp x2": "allreduce", "zero1 x2": "allreduce", "zero2 x2": "allreduce",
               "zero3 x2": "reduce_scatter_base", "fsdp2 x2": "reduce_scatter_base"}  # fmt: skip
@@ -46,10 +45,8 @@ def losses_and_bytes(
     losses, reduced = {}, {}
     for kind, more in kinds.items():
         words = [*COMMON, *settings, *more]
-        run = runs(way).run(
-            f"bytes of {' '.join(map(str, settings + more))}", "tests.ranks_worker", words
-        )
-        (file,) = run.glob("sent-*.jsonl")
+        name = f"bytes of {' '.join(map(str, settings + more))}"
+        run = runs(way).run(name, "tests.ranks_worker", words)
         losses[kind] = losses_of(run)
-        reduced[kind] = json.loads(file.read_text().splitlines()[0])["asked"][REDUCTIONS[way]]
+        reduced[kind] = lines_of(run / "sent.jsonl")[0][REDUCTIONS[way]]
     return losses, reduced

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,15 +12,12 @@ from accelerate import Accelerator
 from tests.faults import refusal
 from tests.splits import of_lengths
 from toolkit.config import TrainingSettings
-from toolkit.config.sections import LongTrainingSettings, SchedulerName
-from toolkit.data.batches import Batch, GlobalBatches
+from toolkit.data.batches import Batch
 from toolkit.data.tokens import Split
-from toolkit.features.titles.data import TitleSplit
-from toolkit.objective.losses import sample_losses, token_losses
-from toolkit.training.optimizer import make_scheduler, parameter_groups
-from toolkit.training.prepare import prepare_for_strategy
+from toolkit.objective.losses import sample_losses
+from toolkit.training.optimizer import make_scheduler
 from toolkit.training.schedule import make_schedule
-from toolkit.training.steps import Step, Steps
+from toolkit.training.steps import Step
 
 
 @pytest.mark.parametrize(
@@ -66,26 +63,11 @@ def test_a_text_longer_than_any_batch() -> None:
     make_schedule(TrainingSettings(max_tokens_per_batch=100), of_lengths(lengths), processes=1)
 
 
-@pytest.mark.parametrize(
-    ("settings", "device", "longest", "expected"),
-    [({}, "cpu", 512, 2048), ({}, "cpu", 4096, 4096), ({}, "cuda", 512, None),
-     ({"max_tokens_per_batch": 600}, "cpu", 9, 600), ({"per_device_batch_size": "auto"}, "cpu", 512, 2048)],
-)  # fmt: skip
-def test_tokens_of_a_micro_batch(
-    settings: dict[str, Any], device: str, longest: int, expected: int | None
-) -> None:
-    assert (
-        TrainingSettings(**settings).limit_tokens(device, longest).max_tokens_per_batch == expected
-    )
-    on_gpu = LongTrainingSettings(**settings).limit_tokens("cuda", longest).max_tokens_per_batch
-    assert on_gpu == settings.get("max_tokens_per_batch", 16384)
-
-
 TOKENIZER = SimpleNamespace(pad_token_id=0, padding_side="right")
 
 
 class Toy(torch.nn.Module):
-    """Embeds a text as the mean of its tokens, and predicts two classes, or 20 tokens at each position."""
+    """Embeds a text as the mean of its tokens, and predicts two classes; `tokens` is unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,115 +80,24 @@ class Toy(torch.nn.Module):
         ids = batch.inputs["input_ids"]  # (B, S)
         mask = batch.inputs.get("attention_mask", torch.ones_like(ids))[..., None]  # (B, S, 1)
         text = (self.words(ids) * mask).sum(1) / mask.sum(1)  # (B, 5)
-        if "decoder_input_ids" not in batch.inputs:
-            return sample_losses(self.classes(text), batch.labels, "single_label_classification")
-        return token_losses(
-            self.tokens(text[:, None] + self.words(batch.inputs["decoder_input_ids"])), batch.labels
-        )
+        return sample_losses(self.classes(text), batch.labels, "single_label_classification")
 
 
-def split_of(titled: bool) -> Split:
-    """50 texts of 1 to 40 tokens, with two classes or titles of 2 to 12 tokens."""
+def split_of() -> Split:
+    """50 texts of 1 to 40 tokens, with two classes."""
     generator = np.random.default_rng(5)
-
-    def tokens(most: int, least: int) -> tuple[np.ndarray, np.ndarray]:
-        offsets = np.cumsum([0, *generator.integers(least, most + 1, 50)])
-        return generator.integers(0, 20, offsets[-1]).astype(np.int32), offsets
-
-    texts, titles = tokens(40, 1), tokens(12, 2)
-    common = ("train", Path(), *texts, generator.integers(0, 2, 50), np.arange(50))
-    return TitleSplit(*common, *titles) if titled else Split(*common)
-
-
-def trained(split: Split, **options: Any) -> tuple[list[float], list[torch.Tensor], set[int]]:
-    """(loss and gradient norm of each step, final weights, numbers of micro-batches of steps)."""
-    settings = TrainingSettings(
-        global_batch_size=16, num_train_epochs=2, learning_rate=0.1, **options
-    )
-    accelerator = Accelerator(cpu=True)
-    torch.manual_seed(0)
-    model = Toy()
-    schedule = make_schedule(settings, split, 1)
-    unused = model.classes if isinstance(split, TitleSplit) else model.tokens
-    unused.requires_grad_(False)
-    optimizer: Any = torch.optim.AdamW(parameter_groups(model, 0.01), lr=0.1)
-    model, optimizer = prepare_for_strategy(accelerator, settings, schedule, model, optimizer)
-    assert accelerator.gradient_accumulation_steps == schedule.accumulation
-    scheduler = make_scheduler(optimizer, settings, schedule.total_steps)
-    steps = Steps(accelerator, split, TOKENIZER, settings, schedule, model, optimizer, scheduler)
-    numbers: list[float] = []
-    counts: set[int] = set()
-    progress: list[float] = []
-    steps._collate.at = lambda epoch, share: progress.append(share) or steps._collate  # type: ignore[method-assign]
-    for step in steps:
-        computed = 0
-        for count, batch in enumerate(step.micro_batches(model), 1):
-            computed += batch.inputs["input_ids"].numel()
-            assert count <= schedule.accumulation
-            accelerator.backward(step.mean(model(batch)))
-        counts.add(count)
-        step.grad_norm = accelerator.clip_grad_norm_(model.parameters(), settings.clip_norm)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        (metrics,) = steps.finish(step)
-        numbers += [metrics.loss, metrics.grad_norm]
-        assert (metrics.samples, metrics.tokens) == (
-            len(step.indices),
-            split.lengths[step.indices].sum(),
-        )
-        assert metrics.padding == pytest.approx(1 - metrics.tokens / computed, abs=1e-4)
-    assert (progress[0], progress[-1]) == (0, schedule.total_steps > 1)
-    return numbers, [parameter.detach().clone() for parameter in model.parameters()], counts
-
-
-@pytest.mark.parametrize("titled", [False, True])
-def test_max_tokens_per_batch_changes_no_loss_gradient_or_weight(
-    titled: bool, no_launcher: None
-) -> None:
-    split = split_of(titled)
-    numbers, weights, counts = trained(split)
-    assert counts == {1}
-    for options in (
-        {"max_tokens_per_batch": 60},
-        {"max_tokens_per_batch": 150, "per_device_batch_size": 4},
-    ):
-        actual, limited, counts = trained(split, **options)
-        assert len(counts) > 1
-        assert actual == pytest.approx(numbers, rel=1e-5)
-        torch.testing.assert_close(limited, weights, rtol=1e-4, atol=1e-6)
-
-
-def test_the_loss_of_titles_is_the_mean_over_all_their_tokens(no_launcher: None) -> None:
-    split = split_of(titled=True)
-    torch.manual_seed(0)
-    model = Toy()
-    (indices, *_) = GlobalBatches(split.lengths, 16, 42, 0)
-    every = []
-    for index in indices:
-        text, title = (
-            torch.from_numpy(part.astype(np.int64))
-            for part in (split.tokens(index), split.target(index))
-        )
-        logits = model.tokens(model.words(text).mean(0) + model.words(title[:-1]))
-        every.append(torch.nn.functional.cross_entropy(logits, title[1:], reduction="none"))
-    mean = torch.cat(every).mean()
-    assert torch.cat(every).shape == (split.loss_denominators(indices).sum(),)
-    mean.backward()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    actual = trained(split, max_steps=1, max_tokens_per_batch=60)[0]
-    assert actual == pytest.approx([mean.item(), norm.item()], rel=1e-5)
+    offsets = np.cumsum([0, *generator.integers(1, 41, 50)])
+    tokens = generator.integers(0, 20, offsets[-1]).astype(np.int32)
+    return Split("train", Path(), tokens, offsets, generator.integers(0, 2, 50), np.arange(50))
 
 
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
-        ({}, [4, 8, 12]),
-        ({"eval_every": 5}, [5, 10, 12]),
-        ({"eval_every": 100}, [12]),
+        ({}, [4, 8, 12]), ({"eval_every": 5}, [5, 10, 12]), ({"eval_every": 100}, [12]),
         ({"max_steps": 6}, [4, 6]),
     ],
-)
+)  # fmt: skip
 def test_evaluations(options: dict[str, Any], steps: list[int]) -> None:
     schedule = make_schedule(TrainingSettings(**options), of_lengths(np.full(100, 8)), processes=3)
     run: Any = SimpleNamespace(schedule=schedule, collate=None)
@@ -241,22 +132,3 @@ def test_warmup_is_counted_in_optimizer_steps(options: dict[str, Any], warmup: i
         step / warmup if step < warmup else (10 - step) / (10 - warmup) for step in range(10)
     ]
     assert rates(10, **options) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("name", get_args(SchedulerName))
-@pytest.mark.parametrize("total", [1, 4])
-def test_a_schedule_of_warmup_alone(name: str, total: int) -> None:
-    expected = [1.0] * total if name == "constant" else [step / total for step in range(total)]
-    assert rates(total, lr_scheduler_type=name, warmup_steps=total) == pytest.approx(expected)
-
-
-def test_a_learning_rate_below_that_at_the_end_of_polynomial() -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-7)
-    settings = TrainingSettings(learning_rate=1e-7, lr_scheduler_type="polynomial")
-    refusal(
-        make_scheduler,
-        optimizer,
-        settings,
-        4,
-        says=["--lr_scheduler_type polynomial", "--learning_rate 1e-07"],
-    )

@@ -7,8 +7,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.checkpoint.test_folder import names_in
-from tests.faults import refusal
-from toolkit.errors import UserError, size_text
+from toolkit.errors import UserError
 from toolkit.utils import files
 from toolkit.utils.files import draft_path, explain_write_errors, replace_file, replace_folder
 
@@ -90,8 +89,3 @@ def test_remove_drafts(tmp_path: Path) -> None:
     (tmp_path / ".hidden").touch()
     files.remove_drafts(tmp_path)
     assert names_in(tmp_path) == [".hidden", "adapter", "model"]
-
-
-def test_size_text() -> None:
-    texts = {0: "0 bytes", 999: "999 bytes", 1000: "1 kB", 12_540_000: "12.5 MB", 2e15: "2000 TB"}
-    assert {size: size_text(size) for size in texts} == texts

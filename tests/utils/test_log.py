@@ -3,8 +3,6 @@
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.runs import start
 
 LINE = "import toolkit.launch, logging; logging.getLogger('toolkit').info('a line')"
@@ -28,10 +26,3 @@ def test_applications_logging_is_kept(tmp_path: Path) -> None:
     to_file = f"import logging; logging.basicConfig(filename='log', level='INFO'); {LINE}"
     assert stderr_of(to_file, tmp_path) == ""
     assert "a line" in (tmp_path / "log").read_text()
-
-
-@pytest.mark.parametrize(("level", "lines"), [("info", "a line\n"), ("warning", "")])
-def test_log_level(level: str, lines: str, tmp_path: Path) -> None:
-    words = f"['--log_level', '{level}']"
-    parse = f"from toolkit import config; config.parse(config.TaskSettings, {words})"
-    assert stderr_of(f"import toolkit.launch; {parse}; {LINE}", tmp_path) == lines

@@ -1,8 +1,6 @@
 """toolkit/utils/memory.py: out-of-memory errors name the settings that help. (Promise 5.)"""
 
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -130,26 +128,6 @@ def test_too_large_a_batch(
     assert ("step 2/2" in finished.err) == (when == "evaluation")
 
 
-class Huge(torch.optim.SGD):
-    """An optimizer whose state does not fit."""
-
-    def step(self, closure: Any = None) -> None:
-        parameters = [each for group in self.param_groups for each in group["params"]]
-        if sum(each.numel() for each in parameters) > 10_000:
-            torch.empty(1 << 60)
-
-
-def test_an_optimizer_state_that_does_not_fit(
-    tiny_model: Path, reviews: Path, tmp_path: Path
-) -> None:
-    """A smaller micro-batch would not help."""
-    words = ["--model_name_or_path", tiny_model, "--train_file", reviews, "--report_to", "none"]
-    words += ["--optimizer", f"{__name__}.Huge", "--max_steps", 2, "--output_dir", tmp_path / "run"]
-    finished = recipe(*words, "--mixed_precision", "no")
-    finished.says_in_one_line("optimizer", "zero2")
-    assert "--per_device_batch_size" not in finished.error_lines[0]
-
-
 @LINUX
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("rank", ["all", "1"])
@@ -165,38 +143,3 @@ def test_one_rank_reports_for_all(
     finished.says_in_one_line(f"--per_device_batch_size {SAMPLES // 2}")
     expected = r"\[rank [01] on" if rank == "all" else r"\[rank 1 on"
     assert re.match(expected, finished.error_lines[0])
-
-
-_FAULTS = """
-import gc, os, resource, torch
-from toolkit.utils import memory
-gc.disable()  # it would write to the parent's pages, and so copy them
-
-def count(first, limit):
-    for step in range(28):
-        memory.machine_memory = lambda: first if step < 2 else limit
-        if step == 20:
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        # 16 MiB, then 64, freed at once: 64 do not fit into a hole of the heap that was kept at first
-        torch.ones(2 ** (22 if step < 2 else 24))
-        memory.manage_freed_memory()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-for first, limit, variables in [(2**40, 2**40, {}), (2**26, 2**26, {}), (2**40, 2**26, {}),
-                                (2**40, 2**40, {"MALLOC_ARENA_MAX": "4"})]:
-    if not os.fork():
-        os.environ.update(variables)
-        print(count(first, limit), flush=True)
-        os._exit(0)
-    os.wait()
-"""
-
-
-@LINUX
-def test_freed_memory_is_kept_up_to_a_limit() -> None:
-    """64 MiB are 16,384 pages, or 32 huge ones. A user's MALLOC_ variables are kept."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    command = [sys.executable, "-c", _FAULTS]
-    done = subprocess.run(command, env=kept, capture_output=True, text=True, check=True)
-    faults = done.stdout.split()
-    assert [int(count) < 100 for count in faults] == [True, False, False, False], faults

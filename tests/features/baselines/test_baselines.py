@@ -11,7 +11,6 @@ from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
 from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.outputs import Evaluation
-from toolkit.features.baselines import baselines as module
 from toolkit.features.baselines.baselines import (
     LARGEST,
     LINEAR,
@@ -52,15 +51,6 @@ def test_the_metrics_of_each_model(labels: Labels) -> None:
     accuracy = models[MODEL]["accuracy"]
     assert accuracy["value"] == pytest.approx(right.all(axis=1).mean())
     assert accuracy["low"] < accuracy["value"] < accuracy["high"]
-
-
-def test_many_rows_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MAX_ROWS", 100)
-    logits = np.zeros((50, 3), np.float32)
-    assert baselines(made(400, 1), made(50, 2), logits, ClassAnswers(THREE))["trained_on"] == 100
-    assert baselines(None, made(50, 2), logits, ClassAnswers(THREE))["models"].keys() == {MODEL}
-    number = Labels("regression", ("score",), ("score",))
-    assert baselines(made(40, 1), made(50, 2), logits[:, :1], ClassAnswers(number)) == {}
 
 
 def test_the_file_is_read_for_its_own_evaluation_only(tmp_path: Path) -> None:

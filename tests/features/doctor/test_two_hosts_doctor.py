@@ -1,14 +1,11 @@
 """Promises: `toolkit doctor` on two hosts says whether they find each other and sum numbers, and if not, why."""
 
-import contextlib
 import json
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.hosts import ADDRESSES, TwoHosts
@@ -113,36 +110,3 @@ def test_a_port_that_drops_packets_is_told_from_one_that_refuses(hosts: TwoHosts
     refused = alone.finding("machines")["text"]
     assert "nothing listens on this port" in refused
     assert "start the other machine too" in refused
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["the network", "the other doctor"])
-def test_what_is_between_dies_in_the_middle(hosts: TwoHosts, what: str) -> None:
-    """The doctors that still run must end."""
-    running = [hosts.start(host, [*DOCTOR, *SEVERAL, "--timeout", "10"]) for host in ("a", "b")]
-    deadline = time.monotonic() + 60
-    while not _connected(hosts) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    if what == "the network":
-        hosts.silence()
-    else:
-        for process in hosts.processes("b"):
-            with contextlib.suppress(psutil.Error):
-                process.suspend()
-    for report in finish(running[: 2 if what == "the network" else 1], 80):
-        assert report["code"] in (0, 1)
-        assert report["findings"]
-    for process in running:
-        process.kill()
-
-
-def _connected(hosts: TwoHosts) -> bool:
-    """Whether host b has an open connection to the port; only /proc of a process there shows it."""
-    for process in hosts.processes("b"):
-        with contextlib.suppress(OSError):  # it has just ended
-            rows = [
-                line.split()
-                for line in Path(f"/proc/{process.pid}/net/tcp").read_text().splitlines()[1:]
-            ]
-            return any(row[2].endswith(f":{PORT:04X}") and row[3] == "01" for row in rows)
-    return False

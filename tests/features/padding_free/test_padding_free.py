@@ -3,46 +3,31 @@
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import varlen
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tests import inputs
 from tests.architectures import make_architecture
 from tests.faults import refusal
 from tests.matrix import runs
 from tests.models.test_first_token import width_of_last
-from tests.runs import lines_of
 from tests.test_architectures import assert_predicts
-from toolkit.config import ModelSettings, TaskSettings, build
+from toolkit.config import ModelSettings
 from toolkit.data.batches import Batch, Collator
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split, load_tokenizer
 from toolkit.features.padding_free import attention as module
-from toolkit.features.padding_free.attention import Packed, attend
 from toolkit.features.padding_free.collator import PackedCollator, round_up
-from toolkit.features.padding_free.feature import FEATURE
 from toolkit.models.classifier import load_classifier
 
 FAMILIES = (
-    "BERT",
-    "RoBERTa",
-    "XLM-R",
-    "ModernBERT",
-    "ELECTRA",
-    "ERNIE",
-    "DistilBERT",
-    "NomicBERT",
-    "GTE",
-)
+    "BERT", "RoBERTa", "XLM-R", "ModernBERT", "ELECTRA", "ERNIE", "DistilBERT", "NomicBERT", "GTE",
+)  # fmt: skip
 LENGTHS = [60, 33, 20, 5, 3, 1, 1]
 CPU = torch.device("cpu")
 Models = Callable[..., tuple[Any, Any]]
@@ -154,9 +139,8 @@ def test_logits_and_gradients_are_equal(
     for weight, one, other in zip(names, packed_gradients, gradients, strict=True):
         if not weight.endswith(("key.bias", "k_lin.bias")):  # 0: softmax ignores them
             torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * float(other.abs().max()))
-    assert torch.equal(
-        classifier(**padded(indices).inputs).logits, expected
-    )  # padded batches still work
+    # padded batches still work
+    assert torch.equal(classifier(**padded(indices).inputs).logits, expected)
 
 
 def test_the_last_layer_computes_the_first_tokens_only(load: Models, accelerator: Any) -> None:
@@ -200,39 +184,6 @@ def test_a_row(tokenizer: Any) -> None:
         assert tokens <= round_up(tokens) <= tokens * 9 / 8
 
 
-def test_varlen_attn_is_used_in_half_precision_without_dropout(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    kernel = Mock(wraps=varlen.varlen_attn)
-    monkeypatch.setattr(module, "varlen_attn", kernel)
-    layer = torch.nn.Identity()
-
-    def shape(query: torch.Tensor, key: torch.Tensor, **options: Any) -> tuple[int, ...]:
-        words = {"attention_mask": None, "packed": packed, **options}
-        return tuple(attend(sdpa_attention_forward, layer, query, key, key, **words)[0].shape)
-
-    with torch.device("meta"):
-        starts, places = torch.zeros(3, dtype=torch.int32), torch.zeros(5, dtype=torch.int64)
-        packed = Packed((3, 2), 2, 3, starts, places)
-        key = torch.zeros(1, 4, 5, 16, dtype=torch.bfloat16)
-        first = torch.zeros(2, 4, 1, 16, dtype=torch.bfloat16)
-        for query, expected in ((key, (1, 5, 4, 16)), (first, (2, 1, 4, 16))):
-            assert shape(query, key) == shape(query, key, sliding_window=3) == expected
-        windows = [call.kwargs["window_size"] for call in kernel.call_args_list]
-        assert windows == [(-1, -1), (2, 2)] * 2
-        assert shape(key, key, dropout=0.1) == shape(key.float(), key.float()) == (1, 5, 4, 16)
-    assert kernel.call_count == 4
-
-
-def test_a_wrong_window_is_refused(load: Models, accelerator: Any, monkeypatch: Any) -> None:
-    """The check has a text that is longer than ModernBERT's window."""
-    attention = module._padded
-    monkeypatch.setattr(module, "_padded", lambda *words: attention(*words[:4], 1000, words[5]))
-    modern, tokenizer = load("ModernBERT")
-    _, packed = collators_of(tokenizer)
-    refusal(packed.prepare_model, accelerator, modern, says=["attention"])
-
-
 @pytest.mark.parametrize("name", ["DeBERTa-v3", "ALBERT", "BigBird", "Qwen3"])
 def test_unsupported_models_are_refused(name: str, load: Models, accelerator: Any) -> None:
     classifier, tokenizer = load(name)
@@ -264,35 +215,6 @@ def test_other_heads_and_attentions_are_refused(load: Models, accelerator: Any) 
             **reads,
             says=["--padding_free", "hidden states and attentions"],
         )
-
-
-def test_settings() -> None:
-    settings = {"model_name_or_path": "m", "train_file": "t.csv", "padding_free": True}
-    data: Any = SimpleNamespace(with_collator=lambda collator: collator)
-    limited = build(TaskSettings, {**settings, "max_tokens_per_batch": 300})
-    collator = FEATURE.data(limited, data, None, None)
-    assert (collator.func, collator.keywords) == (PackedCollator, {"max_tokens": 300})
-    off = build(TaskSettings, {**settings, "padding_free": False})
-    assert FEATURE.data(off, data, None, None) is data
-    auto = build(TaskSettings, {**settings, "per_device_batch_size": "auto"})
-    refusal(
-        FEATURE.data,
-        auto,
-        data,
-        None,
-        None,
-        says=["--per_device_batch_size auto", "--padding_free"],
-    )
-
-
-def test_tokens_without_padding() -> None:
-    """Equal losses, under every strategy, too: tests/test_sameness.py."""
-    padded, free = (
-        lines_of(runs("single")[name] / "metrics.jsonl") for name in ("pairs", "padding-free")
-    )
-    assert [line["tokens"] for line in free] == [line["tokens"] for line in padded]
-    assert {line["padding"] for line in free} == {0}
-    assert max(line["padding"] for line in padded) > 0.01
 
 
 def test_the_saved_model_is_an_ordinary_one(tmp_path: Path) -> None:
