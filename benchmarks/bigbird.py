@@ -5,16 +5,16 @@
 
 One attention layer, forward + backward, and a training step of a whole model, batch 1 in training mode. Each row has
 its own processes, which take turns; a peak is the memory that a process's first step adds. The first step of `flex`
-compiles its kernel. On a CPU the rows "freed memory kept" keep freed memory, which glibc otherwise returns to the
-system. `--write` puts the tables into benchmarks/results.
+compiles its kernel. `--write` puts the tables into benchmarks/results.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
+import json
 import math
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +22,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import processes
 import torch
 from machine import processor
 from transformers import BigBirdConfig, BigBirdForSequenceClassification, BigBirdModel
@@ -31,7 +30,7 @@ from transformers.utils import logging
 from toolkit.models import bigbird
 
 ROOT = Path(__file__).resolve().parent.parent
-THEIRS, KEPT = "transformers", ", freed memory kept"
+THEIRS = "transformers"
 SHAPE = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}
 
 
@@ -49,7 +48,11 @@ def main() -> None:
     parser.add_argument(
         "--write", action="store_true", help="write benchmarks/results/bigbird[-cuda].md"
     )
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.worker:
+        print(json.dumps(work(options, *options.worker)))
+        return
     lines = [conditions(options)]
     for what, title in (("layer", "One attention layer, forward + backward"),
                         ("model", f"A training step (AdamW) of a classifier of {options.layers} layers")):  # fmt: skip
@@ -66,7 +69,7 @@ def main() -> None:
 def names(options: argparse.Namespace) -> list[str]:
     if options.device == "cuda":
         return [THEIRS, "flex", "full", "gathered"]
-    return [THEIRS, THEIRS + KEPT, "gathered", "gathered" + KEPT]
+    return [THEIRS, "gathered"]
 
 
 def measure_table(options: argparse.Namespace, what: str) -> list[str]:
@@ -140,11 +143,7 @@ def _model_step(options: argparse.Namespace, model: Any) -> Callable[[], None]:
 def work(options: argparse.Namespace, what: str, how: str, peak: str) -> list[float]:
     """The seconds of each step, the first one too, or [peak bytes added by a step]."""
     logging.set_verbosity_error()
-    if how.endswith(KEPT):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-4, 0)  # M_MMAP_MAX
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD
-    step = step_of(options, what, how.removesuffix(KEPT))
+    step = step_of(options, what, how)
     if peak == "yes":
         return [peak_of(options, step)]
     seconds = []
@@ -159,11 +158,12 @@ def work(options: argparse.Namespace, what: str, how: str, peak: str) -> list[fl
 
 def spawn(options: argparse.Namespace, what: str, how: str, peak: str) -> list[float]:
     """`work` in a new process; nothing where it fails, for example out of memory."""
-    try:
-        return processes.run(work, options, what, how, peak, seconds=900)
-    except Exception as error:
-        print(f"{what} {how}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    words = [sys.executable, __file__, *sys.argv[1:], "--worker", what, how, peak]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=False)
+    if done.returncode:
+        print(f"{what} {how}: {done.stderr[-500:]}", file=sys.stderr, flush=True)
         return []
+    return list(json.loads(done.stdout.splitlines()[-1]))
 
 
 def _wait(options: argparse.Namespace) -> None:

@@ -47,3 +47,21 @@ def write_page(path: Path, text: str) -> None:
     before = path.read_text(encoding="utf-8") if path.is_file() else ""
     _, mark, rest = before.partition(BY_HAND)
     path.write_text("\n".join([text, mark + rest]) if mark else text, encoding="utf-8")
+
+
+def random_bert(folder: Path, layers: int) -> Path:
+    """A BERT-base of so many layers with random weights, and the demo's tokenizer; made by another
+    process, so that this one stays small."""
+    code = """
+import sys, torch
+from transformers import AutoTokenizer, BertConfig, BertModel
+from toolkit.demo import model_path
+torch.manual_seed(0)
+tokenizer = AutoTokenizer.from_pretrained(model_path("demo:minilm"))
+config = BertConfig(vocab_size=len(tokenizer), num_hidden_layers=int(sys.argv[2]))
+BertModel(config).save_pretrained(sys.argv[1])
+tokenizer.save_pretrained(sys.argv[1])
+"""
+    if not folder.is_dir():
+        subprocess.run([sys.executable, "-c", code, str(folder), str(layers)], check=True)
+    return folder

@@ -32,7 +32,6 @@ from toolkit.data.read import read_demo  # noqa: E402
 WAYS = {"one process": "", "DDP x2": "ddp", "ZeRO-1 x2": "zero1", "ZeRO-2 x2": "zero2", "ZeRO-3 x2": "zero3",
         "FSDP2 x2": "fsdp2"}  # fmt: skip
 MICRO_BATCHES = (4, 16)
-HALF = "bf16, --half_precision_weights"
 CURVE = [
     "--max_steps",
     "20",
@@ -104,14 +103,11 @@ def run(way: str, folder: Path) -> dict[Row, Result]:
                 "none", "--global_batch_size", "32", "--train_file", str(folder / "train.csv"), "--validation_file",
                 str(folder / "validation.csv")]  # fmt: skip
     precisions = ["no", "bf16", "fp16"] if processes == 1 else ["bf16", "fp16"]
-    precisions += [HALF] if way.startswith(("ZeRO", "FSDP2")) else []
     jobs, outputs = [], {}
     for precision in precisions:
-        words = ["--mixed_precision", *precision.replace(",", "").split()]
+        words = ["--mixed_precision", precision]
         for count in MICRO_BATCHES:
-            output = outputs[precision, way, count] = (
-                folder / way / f"{precision.replace(' ', '')}-{count}"
-            )
+            output = outputs[precision, way, count] = folder / way / f"{precision}-{count}"
             size = ["--per_device_batch_size", str(32 // processes // count or 1)]
             jobs += [[*settings, *words, *size, *CURVE, "--output_dir", str(output / "curve")],
                      [*settings, *words, *size, *GRADIENT, "--output_dir", str(output / "gradient")]]  # fmt: skip

@@ -48,7 +48,7 @@ if not log.logger.handlers:  # pytest has handlers of its own, and tests read st
     log.add_handler()
 
 REPOSITORY = Path(__file__).parent.parent
-pytest_plugins = ["tests.faults", "tests.hosts", "tests.prepared"]
+pytest_plugins = ["tests.hosts", "tests.prepared"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -139,9 +139,13 @@ def write_rows(path: Path, kind: str, count: int = 61) -> Path:
             "six classes": f"class {len(words) % 6 * 2}",
             "multi-label": sorted({word for word in words if word in ("good", "bad", "dull")}),
             "regression": len(words) / 10,
-            "several numbers": [len(words) / 10, 2 + words.count("good") / 4],
+            "several numbers": None,
         }[kind]
-        rows.append({"text": " ".join(words), "label": label})
+        row = {"text": " ".join(words), "label": label}
+        if kind == "several numbers":
+            row |= {"length": len(words) / 10, "good": 2 + words.count("good") / 4}
+            del row["label"]
+        rows.append(row)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 

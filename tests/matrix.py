@@ -70,7 +70,7 @@ FEW = [*TINY, "--train_file", inputs.uneven_reviews, "--text_column", "text", "-
        "--lr_scheduler_type", "constant", "--global_batch_size", 22, "--per_device_batch_size", 6, "--max_eval_samples",
        21, "--max_train_samples", 36, "--max_steps", 3, "--eval_every", 3]  # fmt: skip
 ONE_LABEL = [*FEW, "--label_column", "label"]
-SEVERAL_LABELS = [*FEW, "--label_column", "tags", "--problem_type", "multi_label_classification"]
+SEVERAL_LABELS = [*FEW, "--label_column", "tags", "--label_separator", "|"]
 PAIRS = [
     *ONE_LABEL,
     "--model_name_or_path",
@@ -138,6 +138,8 @@ def labelled(kind: str) -> Job:
         "--test_file",
         partial(inputs.labelled, kind, "test"),
     ]
+    if kind == "several numbers":
+        files += ["--label_column", "length,good"]
     return Job("recipes.cls", [*LABELLED, *files], pages=["ddp x2"])
 
 

@@ -31,8 +31,8 @@ import toolkit
 from toolkit import launch
 from toolkit.features import pretraining, titles
 from toolkit.features.distillation import teacher
-from toolkit.features.padding_free import packed as padding_free
-from toolkit.features.padding_free.packed import PackedCollator
+from toolkit.features.padding_free import attention as padding_free
+from toolkit.features.padding_free.collator import PackedCollator
 from toolkit.features.titles.evaluation import Writer
 from toolkit.run import Run
 from toolkit.training.steps import Steps

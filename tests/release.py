@@ -1,5 +1,6 @@
-"""`make dist` and `make release`: build the distributions, check their contents, and tag the version.
+"""Builds the distributions, checks their contents, and tags the version.
 
+    pip install build twine
     python tests/release.py [--tag] [--out dist]
 
 The wheel must contain every module and template that git tracks, and nothing else; `twine check` must pass; `toolkit

@@ -134,7 +134,7 @@ def test_a_model_without_a_layer_of_its_config_is_not_loaded(
     del cut.base_model.encoder.layer[-1]
     cut.save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "model")
-    refusal(toolkit.predict, tmp_path / "model", ["good"], says=["config.json", "encoder.layer.1."])
+    refusal(toolkit.predict, tmp_path / "model", ["good"], says=["lacks", "encoder.layer.1."])
 
 
 def test_anything_but_texts_is_refused(model: Path, tiny_model: Path, no_launcher: None) -> None:
@@ -149,7 +149,8 @@ def test_anything_but_texts_is_refused(model: Path, tiny_model: Path, no_launche
                        ([("good", "bad", "dull")], 1), ([("good", None)], 1), ([3.5], 1),
                        (pd.Series(["good", float("nan")]), 2), (datasets.Dataset.from_pandas(frame), 1)):  # fmt: skip
         refusal(toolkit.predict, model, wrong, says=[f"texts, row {row}: ", "a list of str"])
-    (model.parent / "config.json").write_text('{"settings": {}, "data": {"text_pair": "reply"}}')
+    parts = {"settings": {}, "data": {"text_pair": "reply"}, "identity": {}, "launch": {}}
+    (model.parent / "config.json").write_text(json.dumps(parts))
     refusal(toolkit.predict, model, ["good"], says=["reply", "(str, str)"])
     assert len(toolkit.predict(model, [("good", "bad")])) == 1
     (model.parent / "config.json").unlink()

@@ -1,6 +1,7 @@
 """Architectures that people use, each with recipes/cls.py; docs/models.md has the table."""
 
 import functools
+import json
 import os
 import re
 import shutil
@@ -110,7 +111,11 @@ def assert_same(run: Path, expected: Path, rel: float = 1e-5) -> None:
 def assert_converts(run: Path, out: Path) -> None:
     """The best checkpoint converts to the tensors of model/, which are those that transformers expects."""
     lora = (run / "adapter").exists()
-    toolkit.convert(run / "checkpoints" / "best", out, merge_lora=lora)
+    options = {}
+    if lora:
+        settings = json.loads((run / "config.json").read_text())["settings"]
+        options["base_model"] = Path(settings["model_name_or_path"])
+    toolkit.convert(run / "checkpoints" / "best", out, **options)
     expected, converted = (
         load_file(run / "model" / "model.safetensors"),
         load_file(out / "model.safetensors"),

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import Fault
 from tests.runs import digests, failed, recipe, train
 
 GOOD = "text,label\n" + "".join(f"a fine film {i},pos\na dull film {i},neg\n" for i in range(12))
@@ -22,10 +21,10 @@ class Case:
 CASES = {
     "missing file": Case(("train.csv does not exist",), content=None),
     "empty file": Case(("train.csv is empty",), content=""),
-    "header only": Case(("has a header and no rows",), content="text,label\n"),
+    "header only": Case(("train.csv has no rows",), content="text,label\n"),
     "missing column": Case(("no column 'txt'", "did you mean text?"), arguments=["--text_column", "txt"]),
     "no label column": Case(("which column is the label", "--label_column"), content="text,mark\na,1\nb,2\n"),
-    "one class only": Case(("one class only (pos)",), content="text,label\n" + "good,pos\n" * 5),
+    "one class only": Case(("holds pos only",), content="text,label\n" + "good,pos\n" * 5),
     "unseen label": Case(
         ("validation.csv, row 2", "label 'posi' does not occur in training", "did you mean pos?"),
         validation="text,label\nfine,pos\nfiner,posi\n",
@@ -66,12 +65,11 @@ def arguments_of(case: Case, folder: Path, model: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_process(name: str, tmp_path: Path, tiny_model: Path, fault: Fault) -> None:
+def test_one_process(name: str, tmp_path: Path, tiny_model: Path) -> None:
     finished = recipe(*arguments_of(CASES[name], tmp_path, tiny_model))
     finished.says_in_one_line(*CASES[name].says)
     assert finished.code == 1
     assert not (tmp_path / "run").exists()
-    fault(f"bad input: {name}", finished.err)
 
 
 @pytest.mark.multiprocess

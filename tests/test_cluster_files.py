@@ -140,7 +140,9 @@ def wait_for_trap(pid: int, here: Path) -> None:
 def test_doctor_on_each_node(tmp_path: Path) -> None:
     process = start_batch(BY_SRUN, "finishes", tmp_path, DOCTOR="yes")
     assert process.communicate(timeout=30)[1] == ""
-    command = "--ntasks=2 --ntasks-per-node=1 toolkit doctor --peers gpu03,gpu04\n"
+    command = (
+        "--ntasks=2 --ntasks-per-node=1 toolkit doctor --num_machines 2 --main_process_ip gpu03\n"
+    )
     assert command in (tmp_path / "log").read_text(encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""CUDA code paths without a GPU, with a CUDA build of torch: `make test-cuda-trace`, by tests/cuda_worker.py."""
+"""CUDA code paths without a GPU, with a CUDA build of torch, by tests/cuda_worker.py."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,5 @@
 """toolkit/errors.py: errors of files and memory are one line, others keep their traceback."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +22,6 @@ FAULTS: dict[str, tuple[Callable[[], object], str | None]] = {
     ),
     "memory": (lambda: bytearray(1 << 62), "out of memory"),
     "a bug": (lambda: {}["x"], None),
-    "no file": (lambda: os.fsync(-1), None),
 }
 
 

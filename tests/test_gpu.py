@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from filelock import FileLock
 from safetensors.torch import load_file
 from transformers import BertConfig, BertModel
@@ -23,13 +24,9 @@ from tests.jobs_worker import write_jobs
 from tests.matrix import words_of
 from tests.models.test_bigbird import batch, compare, fast, make
 from tests.runs import begin, lines_of, losses_of, start, wait_for_steps
-from toolkit.checkpoint.model_folder import merge_lora
-from toolkit.config import ModelSettings
-from toolkit.data.labels import Labels
-from toolkit.features.padding_free import packed as packing
-from toolkit.features.padding_free.packed import Packed
+from toolkit.features.padding_free import attention as packing
+from toolkit.features.padding_free.attention import Packed
 from toolkit.models.bigbird import attention as ways
-from toolkit.models.classifier import load_classifier
 
 REHEARSAL = bool(os.environ.get("TOOLKIT_REHEARSE_GPU_TESTS"))
 DEVICES = torch.cuda.device_count()
@@ -266,11 +263,14 @@ def test_packed_texts_by_varlen_attn(window: int, first_only: bool) -> None:
     )
     states = torch.randn(3, 99, 4, 32, device=cuda, dtype=torch.bfloat16)
     q, k, v = states[0, packed.first_tokens] if first_only else states[0], states[1], states[2]
-    kernels: Any = (packing._varlen, packing._padded)
+
+    def compute(*states: Any) -> tuple[torch.Tensor]:
+        return (F.scaled_dot_product_attention(*states, scale=0.2).transpose(1, 2),)
+
     results = []
-    for attend in kernels:
+    for attend, how in ((packing._varlen, 0.2), (packing._padded, compute)):
         inputs = [each.clone().requires_grad_() for each in (q, k, v)]
-        output = attend(*inputs, packed, window, dropout_p=0.0, scale=0.2)
+        output = attend(*inputs, packed, window, how)
         results.append([output, *torch.autograd.grad(output.float().square().sum(), inputs)])
     torch.testing.assert_close(*results, rtol=0.05, atol=0.05)
 
@@ -340,23 +340,6 @@ def test_techniques(wide_model: Path, reviews: Path, long_reviews: Path, tmp_pat
         assert_on_devices(tmp_path / name)
         assert all(torch.tensor(losses_of(tmp_path / name)).isfinite())
         assert lines_of(tmp_path / name / "eval.jsonl")
-
-
-@pytest.mark.skipif(not DEVICES, reason="a CPU has no TF32")
-def test_lora_is_merged_in_float32(wide_model: Path) -> None:
-    labels = Labels("single_label_classification", ("a", "b"), ())
-    settings = ModelSettings(model_name_or_path=str(wide_model), lora_r=4)
-    model = load_classifier(settings, labels, 1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_" in name:
-                parameter.normal_()
-    expected = merge_lora(model, model.state_dict())
-    torch.set_float32_matmul_precision("high")
-    merged = merge_lora(model, model.cuda().state_dict())
-    torch.set_float32_matmul_precision("highest")
-    for name, tensor in merged.items():
-        torch.testing.assert_close(tensor.cpu(), expected[name], rtol=1e-6, atol=1e-6)
 
 
 def test_compiled_layers(cls: list[Any], single: Path, tmp_path: Path) -> None:

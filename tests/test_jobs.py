@@ -36,14 +36,15 @@ def test_every_kind_of_label(kind: str) -> None:
     assert (last["split"], last["num_samples"]) == ("test", 23)
     lines = lines_of(run / "predictions.jsonl")
     assert [line["id"] for line in lines] == list(range(23))
-    truth = [json.loads(line)["label"] for line in test_rows.read_text().splitlines()]
+    rows = lines_of(test_rows)
+    truth = [row.get("label", [row.get("length"), row.get("good")]) for row in rows]
     expected = truth if kind in ("six classes", "multi-label") else pytest.approx(np.array(truth))
     assert [line["label"] for line in lines] == expected
     labels = json.loads((run / "config.json").read_text())["data"]["labels"]
     if kind == "six classes":
         assert labels == [f"class {number}" for number in (0, 2, 4, 6, 8, 10)]
     if kind == "several numbers":
-        assert labels == ["label_0", "label_1"]
+        assert labels == ["length", "good"]
         assert list(last["per_output"]) == labels
         guesses, errors = np.array([line["prediction"] for line in lines]), {}
         for place, name in enumerate(labels):
@@ -103,11 +104,11 @@ def test_predict_answers_for_texts_and_lines_of_a_file(tmp_path: Path, toolkit_c
         assert answer == f"{table['prediction'][row]} {chances[row]:.4f}  {texts[row]}"
     assert sorted(toolkit_cache.glob("tokens/*")) == cached  # what was typed is not cached
     (answer,) = start(["toolkit", "predict", model, "--text", texts[0]]).out.splitlines()
-    assert re.fullmatch(r"label_0 -?[\d.e-]+ label_1 -?[\d.e-]+  good film", answer)
+    assert re.fullmatch(r"length -?[\d.e-]+ good -?[\d.e-]+  good film", answer)
     start(["toolkit", "predict", model, tmp_path / "new.txt", "--overwrite"])
     assert list(pd.read_csv(tmp_path / "new.predictions.csv"))[1:] == [
-        "prediction_label_0",
-        "prediction_label_1",
+        "prediction_length",
+        "prediction_good",
     ]
     both = start(["toolkit", "predict", trained, tmp_path / "new.txt", "--text", "a"])
     assert both.code == 1

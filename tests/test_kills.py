@@ -13,7 +13,6 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.faults import Fault
 from tests.runs import WAYS, assert_same_run, fork, recipe, run_of, slow_but, train, wait_for_steps
 from tests.test_resume import best_step
 from toolkit.checkpoint.folder import readable
@@ -107,17 +106,12 @@ QUICK_KILLS = [
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("kill", slow_but(KILLS, *QUICK_KILLS), ids=str)
-def test_at_random(
-    kill: Any, settings: list[str], baseline: Runs, tmp_path: Path, fault: Fault
-) -> None:
+def test_at_random(kill: Any, settings: list[str], baseline: Runs, tmp_path: Path) -> None:
     way, target, seed = kill
     expected, folder = baseline(way), tmp_path / "run"
-    stderr = _start_and_kill(way, target, seed, settings, folder)
+    _start_and_kill(way, target, seed, settings, folder)
     train(*settings, "--output_dir", folder, *WAYS[way])
     assert_resumed(folder, expected, stopped=target == "the launcher")
-    if kill in QUICK_KILLS:
-        lost = "the steps since the last checkpoint; the same command goes on exactly"
-        fault(f"kill -9 of {target} ({way})", stderr, lost)
 
 
 CHANGES = [("zero3 x2", "single"), ("ddp x3", "zero2 x2"), ("zero2 x2", "ddp x2"), ("single", "zero1 x2"),

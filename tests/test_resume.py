@@ -12,7 +12,6 @@ from safetensors.numpy import load_file
 
 from tests import runs
 from tests.checkpoint.test_folder import flip
-from tests.faults import Fault
 from tests.runs import digests, failed, lines_of, losses_of, run_of, start, train
 from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.model_folder import read_step
@@ -157,7 +156,7 @@ def test_a_lost_model_folder_gets_the_average_of_the_weights_again(
 
 
 def test_lines_lost_in_a_power_cut_are_named(
-    settings: list[Any], whole: Path, tmp_path: Path, fault: Fault
+    settings: list[Any], whole: Path, tmp_path: Path
 ) -> None:
     """Lines logged before the checkpoint are missing, or NULs: the run continues without them."""
     run = rewound(whole, tmp_path / "run", 18)
@@ -169,12 +168,7 @@ def test_lines_lost_in_a_power_cut_are_named(
     assert f"{run / 'eval.jsonl'} has 0 of the 4 lines that it had at step 18" in message
     assert [line["step"] for line in lines_of(run / "metrics.jsonl")] == [1, *range(3, STEPS + 1)]
     assert [line["step"] for line in lines_of(run / "eval.jsonl")][:1] == [STEPS]
-    line = next(line for line in message.splitlines() if "has 16 of" in line)
-    fault(
-        "a power cut that empties metrics.jsonl or leaves NULs in it",
-        line,
-        "those lines of the log",
-    )
+    next(line for line in message.splitlines() if "has 16 of" in line)
 
 
 def test_a_moved_model_is_no_other_job(
@@ -288,7 +282,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("what", DAMAGE)
 def test_a_damaged_one_is_skipped(
-    what: str, settings: list[Any], whole: Path, tmp_path: Path, fault: Fault
+    what: str, settings: list[Any], whole: Path, tmp_path: Path
 ) -> None:
     """Other damage: tests/checkpoint/test_folder.py."""
     run = rewound(whole, tmp_path / "run", 18)
@@ -302,13 +296,10 @@ def test_a_damaged_one_is_skipped(
     )
     assert_same_run(run, whole)
     assert folders.find_fault(checkpoint(run, 18)) == ""  # it was saved anew
-    line = next(line for line in message.splitlines() if ": skipped" in line)
-    fault(f"a damaged checkpoint: {what}", line, "the steps since the checkpoint before it")
+    next(line for line in message.splitlines() if ": skipped" in line)
 
 
-def test_nothing_sound_is_an_error(
-    settings: list[Any], whole: Path, tmp_path: Path, fault: Fault
-) -> None:
+def test_nothing_sound_is_an_error(settings: list[Any], whole: Path, tmp_path: Path) -> None:
     run = rewound(whole, tmp_path / "run", 6)
     for path in (run / "checkpoints").glob("step-*"):
         flip(path / "weights.safetensors")
@@ -319,7 +310,6 @@ def test_nothing_sound_is_an_error(
         list((run / "checkpoints").glob("step-*"))
     )
     assert digests(run) == before
-    fault("all checkpoints are damaged", message, "nothing more: the run is left as it is")
 
 
 def test_a_finished_run_stays_as_it_is(settings: list[Any], whole: Path, tmp_path: Path) -> None:
@@ -393,9 +383,7 @@ def test_in_the_background_the_same_bytes_are_written(
 
 
 @pytest.mark.parametrize("background", ["false", "true"])
-def test_a_full_disk(
-    background: str, settings: list[Any], whole: Path, tmp_path: Path, fault: Fault
-) -> None:
+def test_a_full_disk(background: str, settings: list[Any], whole: Path, tmp_path: Path) -> None:
     """The model fits, the moments do not. On several processes: tests/test_resume_ways.py."""
     run = rewound(whole, tmp_path / "run", 15)
     largest = (checkpoint(whole, 15) / "optimizer.safetensors").stat().st_size - 1000
@@ -408,8 +396,3 @@ def test_a_full_disk(
     assert digests(run / "checkpoints") == before
     train(*settings, "--output_dir", run, *more)
     assert_same_run(run, whole)
-    fault(
-        f"a full disk during a checkpoint (background {background})",
-        message,
-        "the steps since the last checkpoint",
-    )

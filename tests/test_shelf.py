@@ -9,7 +9,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from tests import latest, release
+from tests import release
 from tests.runs import ROOT
 from toolkit import __version__
 
@@ -76,16 +76,16 @@ def test_constraints_are_within_the_ranges_and_every_dependency_has_a_lower_boun
         )
     )
     by_name = {re.sub(r"[-_.]+", "-", name).lower(): pin for name, pin in pins.items()}
-    for line in latest.requirements():
+    extras = PROJECT["project"]["optional-dependencies"].values()
+    lines = [*PROJECT["project"]["dependencies"], *(line for extra in extras for line in extra)]
+    for line in lines:
         needed = Requirement(line)
+        if needed.name == PROJECT["project"]["name"]:
+            continue
         pin = by_name[re.sub(r"[-_.]+", "-", needed.name).lower()]
         assert needed.specifier.contains(pin), f"{line}: constraints.txt has {pin}"
-    pinned = latest.oldest()[: len(PROJECT["project"]["dependencies"])]
-    assert [line for line in pinned if not re.fullmatch(r"[\w.-]+==[\d.]+", line)] == []
-    assert "torch" in latest.newest("torch")
-    assert not [
-        line for line in latest.newest("torch") if re.match(r"(accelerate|transformers)\S", line)
-    ]
+        if line in PROJECT["project"]["dependencies"]:
+            assert ">=" in line, f"{line} has no lower bound"
 
 
 def test_a_wheel_with_missing_or_extra_files_is_refused() -> None:

@@ -97,7 +97,7 @@ def _columns(texts: Any) -> tuple[list[str], ...]:
 
 
 def convert(checkpoint: str | Path, out: str | Path, **options: Any) -> list[str]:
-    """`toolkit convert CHECKPOINT OUT`, with its options by name (`merge_lora=True`). Returns the
+    """`toolkit convert CHECKPOINT OUT`, with its options by name (`dtype="bf16"`). Returns the
     lines it prints."""
     from toolkit.conversion import convert as conversion
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import errno
 import re
 import traceback
 from collections.abc import Iterable
@@ -24,20 +23,12 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{self.prog}: {message}; see {self.prog} --help")
 
 
-# errors of the disk, of permissions and of limits, not of the program
-_SYSTEM_ERRORS = {
-    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOENT,
-    errno.ENOTDIR, errno.EISDIR, errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP,
-    errno.ESTALE, errno.EBUSY, errno.EPIPE,
-}  # fmt: skip
-
-
 def system_error_line(error: BaseException) -> str | None:
     """One line, with the file's name, for an error of files or memory; None for others, which need
     a traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    if isinstance(error, OSError) and error.errno in _SYSTEM_ERRORS:
+    if isinstance(error, OSError) and error.strerror:
         if error.filename:
             return f"{error.filename}: {error.strerror}"
         return f"{error.strerror}{where}"

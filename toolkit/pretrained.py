@@ -26,12 +26,7 @@ from toolkit.utils.compat import require
 from toolkit.utils.files import refuse_lfs_pointer
 from toolkit.utils.log import logger
 
-# files of checkpoints of this toolkit, DeepSpeed, Accelerate, torch, Lightning, peft and Trainer
-_CHECKPOINT_FILES = re.compile(
-    r"state\.json|adapter_config\.json|latest|.*_(model|optim)_states\.pt"
-    r"|random_states_\d+\.pkl|pytorch_model_fsdp.*|\.metadata|checkpoint-\d+|.*\.(distcp|ckpt|pth?)"
-)
-_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
+_MODEL_FILES = ("config.json", "tokenizer*", "vocab*")
 _SECONDS = 5.0  # to wait for the hub
 _SOURCE_FILES = (".json", ".txt", ".model", ".safetensors", ".bin", ".onnx", ".xml")
 
@@ -134,27 +129,19 @@ def whole_weights() -> Iterator[None]:
 
 
 def _refuse_wrong_folder(name: str) -> None:
-    """Raises UserError for a missing folder (before the hub is asked for it), a training
-    checkpoint, an adapter, a run's folder instead of the model in it, and the pointers of Git
-    LFS."""
+    """Raises UserError for a missing folder (before the hub is asked for it), a run's folder
+    instead of the model in it, one without a model or a tokenizer, and the pointers of Git LFS."""
     path = Path(name)
     if not path.exists():
-        is_local = path.is_absolute() or name.startswith(".") or len(path.parts) > 2
-        if is_local:
+        if path.is_absolute() or name.startswith(".") or len(path.parts) > 2:
             hint = did_you_mean(path.name, [other.name for other in path.parent.glob("*")])
             raise UserError(f"model {name} cannot be loaded: there is no such folder{hint}")
         return
-    is_run = (path / "model" / "config.json").is_file() and (path / "metrics.jsonl").is_file()
-    if is_run:
+    if (path / "model" / "config.json").is_file():
         raise UserError(f"{name} is a run's folder: pass its model, {path / 'model'}")
-    has_weights = any(any(path.glob(kind)) for kind in _WEIGHTS)
-    is_model = has_weights and (path / "config.json").is_file()
-    names = [entry.name for entry in path.glob("*")]
-    if not is_model and any(map(_CHECKPOINT_FILES.fullmatch, names)):
-        raise UserError(
-            f"model {name} is a training checkpoint or a LoRA adapter: convert it to "
-            f"a model folder by `toolkit convert {name} OUT` (docs/convert.md)"
-        )
+    if not any(any(path.glob(kind)) for kind in _MODEL_FILES):
+        hint = f"`toolkit convert {name} OUT` makes one of a checkpoint or an adapter"
+        raise UserError(f"{name} has no model (config.json): {hint} (docs/convert.md)")
     for file in path.glob("*"):
         if file.is_file():
             refuse_lfs_pointer(file)

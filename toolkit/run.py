@@ -17,7 +17,7 @@ from toolkit import launch
 from toolkit.checkpoint.model_folder import load_weights, save_model
 from toolkit.config import PretrainedSettings, flat, settings_of_features, tasks
 from toolkit.data.batches import collator_of
-from toolkit.data.prepare import Prepared, finish_data, prepare_data
+from toolkit.data.prepare import Data, finish_data, prepare_data
 from toolkit.data.tokens import Split, load_tokenizer
 from toolkit.errors import UserError, first_line
 from toolkit.evaluation import Best, Evaluation, Outputs
@@ -53,7 +53,7 @@ class Run:
     """One run of a recipe, in order: `load_data`, `prepare`, `steps`, `finish`. Every process calls
     every method."""
 
-    data: Prepared
+    data: Data
     """Set by `load_data`; a recipe may replace it before `prepare`."""
     tokenizer: Any
     schedule: Schedule
@@ -82,7 +82,7 @@ class Run:
         """Metrics of the last step, if they were gathered at it."""
         self._started = time.monotonic()
 
-    def load_data(self, model: PretrainedSettings | None = None) -> Prepared:
+    def load_data(self, model: PretrainedSettings | None = None) -> Data:
         """Reads and tokenizes the files, once per machine. `model`: the settings of the tokenizer's
         model, by default `settings.model`. Raises UserError for every fault of the files."""
         settings, accelerator = self.settings, self.accelerator
@@ -103,48 +103,42 @@ class Run:
         make_schedule_of: MakeSchedule | None = None,
     ) -> tuple[Any, Any, AcceleratedScheduler]:
         """(model, optimizer, scheduler): copied to every process, or sharded, as the config file
-        says, with rank 0's weights. Opens `--output_dir`.
+        says, with rank 0's weights.
 
         `make_schedule_of`: optimizer -> a scheduler of torch, in place of `--lr_scheduler_type`;
         `run.schedule` has the number of steps. Raises UserError for settings, a model or an
-        optimizer that the strategy cannot train, and for a run in the folder that `--resume`
-        excludes."""
-        accelerator, data = self.accelerator, self.data
+        optimizer that the strategy cannot train."""
+        accelerator, train = self.accelerator, self.data.train
         check_tokenizer(self.tokenizer)
-        self._open_folder()
-        collate = collator_of(data.train, self.tokenizer, accelerator.device)
-        collate.prepare_model(accelerator, model)
-        for feature in features():
-            feature.model(self, model)
-        training = self.settings.training
-        longest = int(data.train.lengths.max())
-        training = training.limit_tokens(accelerator.device.type, longest)
-        training = fit_batch_size(accelerator, model, collate, training)
-        self.schedule = make_schedule(training, data.train, accelerator.num_processes)
+        training = self._fit_to_device(model)
+        self.schedule = make_schedule(training, train, accelerator.num_processes)
         model, optimizer = prepare_for_strategy(
             accelerator, training, self.schedule, model, optimizer
         )
         total_steps = self.schedule.total_steps
         scheduler = make_scheduler(optimizer, training, total_steps, make_schedule_of)
-        self._steps = Steps(
-            accelerator,
-            data.train,
-            self.tokenizer,
-            training,
-            self.schedule,
-            model,
-            optimizer,
-            scheduler,
-        )
-        self.checkpoints = Checkpoints(
-            self._steps, self.tokenizer, self.best, self.folder.path, self.facts
-        )
+        objects = (self.schedule, model, optimizer, scheduler)
+        self._steps = Steps(accelerator, train, self.tokenizer, training, *objects)
         if (training.warmup_steps or 0) >= total_steps:
             never = f"the run has {total_steps} steps, and never reaches --learning_rate"
             self.say(f"--warmup_steps {training.warmup_steps}: {never}")
         return model, optimizer, scheduler
 
-    def _open_folder(self) -> None:
+    def _fit_to_device(self, model: torch.nn.Module) -> Any:
+        """The settings of training, with the number of samples and tokens of a micro-batch; adapts
+        the model to the batches."""
+        accelerator, train = self.accelerator, self.data.train
+        collate = collator_of(train, self.tokenizer, accelerator.device)
+        collate.prepare_model(accelerator, model)
+        for feature in features():
+            feature.model(self, model)
+        training = self.settings.training
+        training = training.limit_tokens(accelerator.device.type, int(train.lengths.max()))
+        return fit_batch_size(accelerator, model, collate, training)
+
+    def _open_folder(self, evaluate: Evaluate) -> None:
+        """Not before `evaluate` has run once: a mistake in it, or in `--metric_for_best_model`,
+        leaves no folder behind."""
         settings, data = self.settings, self.data
         training = settings.training
         self.facts: dict[str, Any] = {
@@ -160,7 +154,11 @@ class Run:
             training.greater_is_better,
         )
         self.answers = ClassAnswers(data.labels) if data.facts.get("labels") else Answers()
+        self._try_evaluation(evaluate)
         self.folder = open_run_folder(self.accelerator, training, self.recipe, self.facts)
+        self.checkpoints = Checkpoints(
+            self._steps, self.tokenizer, self.best, self.folder.path, self.facts
+        )
         fault = "`run.finish(evaluate)` was not called: no results were written"
         exit_state.unfinished = f"{self.folder.path}: {fault}"
 
@@ -198,11 +196,11 @@ class Run:
                 return
 
     def _resume(self, evaluate: Evaluate) -> None:
+        self._open_folder(evaluate)
         model, steps, path = self._steps.model, self._steps, self.folder.path
         training = self.settings.training
         decay = training.ema_decay
         self._average = None if decay is None else Average(self.checkpoints.live, decay)
-        self._try_evaluation(evaluate)
         free_settings = settings_of_features(self.settings)
         resumed = resume_from(self.checkpoints, self.folder.origin, free_settings)
         self.files = RunFiles(self.accelerator, path)
@@ -360,7 +358,7 @@ def _task_of(settings: Any) -> str:
     return type(settings).__name__.lower()
 
 
-def _training_columns(settings: Any, data: Prepared) -> dict[str, Any]:
+def _training_columns(settings: Any, data: Data) -> dict[str, Any]:
     columns = {
         "text_column": data.text_column,
         "text_pair": data.text_pair,

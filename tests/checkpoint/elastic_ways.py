@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -29,9 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "subgroups": {"zero_optimization": {"sub_group_size": 40}},
     "persistent": {"zero_optimization": {"stage3_param_persistence_threshold": 10_000_000}},
     "offload": {"zero_optimization": OFFLOAD},
-    "swapped": {
-        "zero_optimization": {**OFFLOAD, "offload_param": {"device": "cpu"}, "sub_group_size": 60}
-    },
+    "swapped": {"zero_optimization": {**OFFLOAD, "offload_param": {"device": "cpu"}}},
 }
 
 
@@ -117,11 +114,8 @@ def start_group() -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo", verbose=False)
     # DeepSpeed refuses fp16 on CPU because it is slow
-    type(deepspeed.get_accelerator()).supported_dtypes = lambda _: [
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-    ]
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    type(deepspeed.get_accelerator()).supported_dtypes = lambda _: dtypes
     type(deepspeed.get_accelerator()).is_fp16_supported = lambda _: True
 
 
@@ -133,9 +127,8 @@ def build(model: str, name: str) -> Way:
     make, keys = OPTIMIZERS.get(model, (torch.optim.AdamW, ADAM))
     optimizer = make(list(groups_of(module)), lr=0.01)
     if strategy.startswith("zero"):
-        return with_deepspeed(
-            engine_of(module, optimizer, int(strategy[-1]), options), options, keys
-        )
+        engine = engine_of(module, optimizer, int(strategy[-1]), options)
+        return with_deepspeed(engine, options, keys)
     if strategy == "fsdp":
         return sharded_by_rows(module, make, keys)
     engine = nn.parallel.DistributedDataParallel(module) if strategy == "ddp" else module
@@ -155,9 +148,8 @@ def groups_of(module: nn.Module) -> Iterator[dict[str, Any]]:
 
 def accelerator_of(plugin: Any) -> Any:
     """What `live_state` reads of an accelerator."""
-    return SimpleNamespace(
-        device=torch.device("cpu"), state=SimpleNamespace(deepspeed_plugin=plugin)
-    )
+    state = SimpleNamespace(deepspeed_plugin=plugin)
+    return SimpleNamespace(device=torch.device("cpu"), state=state)
 
 
 def with_torch(engine: Any, optimizer: Any, masters: Masters) -> Way:
@@ -234,21 +226,17 @@ def flat_masters_of(engine: Any) -> Masters:
         return torch.cat(parts)
 
     def masters(parameter: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        (number,) = [
-            i
-            for i, group in enumerate(zero.round_robin_bit16_groups)
-            if any(p is parameter for p in group)
-        ]
-        before = itertools.takewhile(
-            lambda other: other is not parameter, zero.round_robin_bit16_groups[number]
-        )
-        start, flat = (
-            sum(other.numel() for other in before),
-            zero.single_partition_of_fp32_groups[number],
-        )
-        tensors = [flat, *(zero.optimizer.state[flat][key] for key in ADAM)]
-        master, *moments = (gather(tensor)[start : start + parameter.numel()] for tensor in tensors)
-        return master, dict(zip(ADAM, moments, strict=True))
+        for number, group in enumerate(zero.round_robin_bit16_groups):
+            start = 0
+            for other in group:
+                if other is parameter:
+                    flat = zero.single_partition_of_fp32_groups[number]
+                    state = zero.optimizer.state[flat]
+                    end = start + parameter.numel()
+                    moments = {key: gather(state[key])[start:end] for key in ADAM}
+                    return gather(flat)[start:end], moments
+                start += other.numel()
+        raise AssertionError("it is in no group")
 
     return masters
 
@@ -265,8 +253,8 @@ def take_step(way: Way, step: int) -> float:
 
 
 def truth_of(way: Way) -> dict[str, torch.Tensor]:
-    """`weight.X` (the fp32 masters), `exp_avg.X`, `exp_avg_sq.X`, `step.X`, `frozen.X`, `buffer.X`, unsharded, on all
-    ranks. Fails where a model's weight is not its master in the model's dtype."""
+    """`weight.X` (the fp32 masters), `exp_avg.X`, `exp_avg_sq.X`, `step.X`, `frozen.X`, `buffer.X`,
+    unsharded, on all ranks. Fails where a weight is not its master in the model's dtype."""
     actual: dict[str, torch.Tensor] = {}
     steps = dict(sorted(_steps(way).items()))
     for name, parameter in way.state.module.named_parameters():
@@ -279,14 +267,12 @@ def truth_of(way: Way) -> dict[str, torch.Tensor]:
             master, moments = way.masters(parameter)
             for key, value in {"weight": master, **moments}.items():
                 value = value.detach().clone()
-                actual[f"{key}.{name}"] = (
-                    value.view(copy.shape) if value.numel() == copy.numel() else value
-                )
+                if value.numel() == copy.numel():
+                    value = value.view(copy.shape)
+                actual[f"{key}.{name}"] = value
             if name in steps:
                 actual[f"step.{name}"] = torch.tensor(steps[name])
-            assert torch.equal(copy, actual[f"weight.{name}"].to(copy.dtype)), (
-                f"{name}: the weight is not its master"
-            )
+            assert torch.equal(copy, actual[f"weight.{name}"].to(copy.dtype)), name
     for name, buffer in persistent_buffers(way.state.module):
         actual[f"buffer.{name}"] = buffer.clone()
     return actual
@@ -305,16 +291,14 @@ def _unshard(parameter: Any) -> torch.Tensor:
 
 def _steps(way: Way) -> dict[str, float]:
     """On all ranks; fails where they differ."""
-    moments = {each.name: each.values for each in way.state.moments()}
-    local = {
-        entry[5:]: float(value) for entry, value in moments.items() if entry.startswith("step.")
-    }
+    own = {}
+    for each in way.state.moments():
+        if each.name.startswith("step."):
+            own[each.name.removeprefix("step.")] = float(each.values)
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, local)
+    dist.all_gather_object(ranks, own)
     steps: dict[str, float] = {}
     for rank in ranks:
-        assert all(steps.get(name, count) == count for name, count in rank.items()), (
-            f"other steps: {ranks}"
-        )
+        assert all(steps.get(name, count) == count for name, count in rank.items()), ranks
         steps |= rank
     return steps

@@ -1,5 +1,5 @@
-"""Every kind of model and optimizer resumes exactly in one process; what does not fit is refused by name, before
-anything is changed. Across strategies: tests/checkpoint/test_elastic_state.py."""
+"""Every kind of model and optimizer resumes exactly in one process; what does not fit is refused by
+name, before anything is changed. Across strategies: tests/checkpoint/test_elastic_state.py."""
 
 import functools
 from collections.abc import Callable
@@ -110,12 +110,11 @@ def load(live: LiveState, folder: Path) -> None:
     folders.load(folder, live, folders.read_state(folder))
 
 
-def refused(live: LiveState, folder: Path) -> str:
-    """The error of a resume, which must have changed nothing."""
+def refused(live: LiveState, folder: Path, *says: str) -> None:
+    """A resume is an error, and changes nothing."""
     before = snapshot(live)
-    message = refusal(load, live, folder)
+    refusal(load, live, folder, says=[str(folder), *says])
     assert_same(snapshot(live), before)
-    return message
 
 
 def test_awkward_tensors(tmp_path: Path) -> None:
@@ -164,22 +163,17 @@ def test_hyperparameters_of_this_run_are_not_replaced(tmp_path: Path) -> None:
     assert fresh.optimizer.param_groups[0]["k"] == 3
 
 
-def frozen(name: str, size: int) -> Callable[[Any], None]:
-    return lambda model: model.register_parameter(
-        name, nn.Parameter(torch.ones(size), requires_grad=False)
-    )
+def frozen(name: str, size: int) -> Callable[[Any], object]:
+    parameter = nn.Parameter(torch.ones(size), requires_grad=False)
+    return lambda model: model.register_parameter(name, parameter)
 
 
-CHANGES: dict[str, Any] = {
-    "lacks extra, which the model has": frozen("extra", 2),
-    "has frozen, which the model lacks": lambda model: delattr(model, "frozen"),
-    "frozen has shape [7], and [8] in the model": frozen("frozen", 8),
-    "mask has shape [3], and [2] in the model": lambda model: model.register_buffer(
-        "mask", torch.ones(2).bool()
-    ),
-    "lacks head.weight": lambda model: setattr(
-        model.head, "weight", nn.Parameter(torch.ones(5, 3))
-    ),  # untied
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "extra": frozen("extra", 2),
+    "frozen": lambda model: delattr(model, "frozen"),
+    "frozen has shape [7]": frozen("frozen", 8),
+    "mask has shape [3]": lambda model: model.register_buffer("mask", torch.ones(2).bool()),
+    "head.weight": lambda model: setattr(model.head, "weight", nn.Parameter(torch.ones(5, 3))),
 }
 
 
@@ -189,62 +183,18 @@ def test_another_model_is_refused(tmp_path: Path, message: str) -> None:
     fresh = awkward(2)
     CHANGES[message](fresh.module)
     fresh = live_state(accelerator_of(None), fresh.module, fresh.optimizer)
-    answer = refused(fresh, tmp_path / "one")
-    assert str(tmp_path / "one") in answer
-    assert message in answer
+    refused(fresh, tmp_path / "one", message)
 
 
 def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     save_state(started("momentum", 3), tmp_path / "sgd", 3)
-    assert "was saved by SGD, and this run has AdamW" in refused(
-        started("adamw", 1), tmp_path / "sgd"
-    )
+    refused(started("adamw", 1), tmp_path / "sgd", "SGD", "AdamW")
     save_state(started("lion", 3), tmp_path / "lion", 3)
-    one, *others = (module := started("lion", 0).module).parameters()
+    module = started("lion", 0).module
+    one, *others = module.parameters()
     optimizer = Lion([{"params": [one]}, {"params": others}], lr=0.01)
-    message = refused(live_state(accelerator_of(None), module, optimizer), tmp_path / "lion")
-    assert "Lion had 1 parameter groups, and has 2" in message
-
-
-class Flat(LiveState):
-    """As ZeRO's state, for the checks of a resume."""
-
-    sharded, strategy = True, "zero2"
-
-    def optimizer_tensors(self) -> Any:
-        yield (
-            torch.zeros(1),
-            [name for name, each in self.module.named_parameters() if each.requires_grad],
-        )
-
-
-def flat(live: LiveState) -> LiveState:
-    return Flat(live.module, live.optimizer, live.device)
-
-
-@pytest.mark.parametrize("name", ["adafactor", "transformers"])
-def test_state_of_rows_and_columns_does_not_cross_into_zero(tmp_path: Path, name: str) -> None:
-    save_state(started(name, 3), tmp_path / "one", 3)
-    message = refused(flat(started(name, 2)), tmp_path / "one")
-    assert "of the unsharded" in message
-    assert "which zero2 cannot restore: resume with one process or DDP" in message
-    sharded = started(name, 2)
-    sharded.sharded = True
-    refusal(
-        sharded.optimizer_shapes, match=r"of shape \[\d+(, 1)?\].* cannot save: launch with ddp"
-    )
-
-
-def test_unequal_steps_do_not_cross_into_zero(tmp_path: Path) -> None:
-    """ZeRO has one count for many parameters."""
-    saved, fresh = awkward(1), awkward(2)
-    saved.optimizer.state[saved.module.scalar]["step"].fill_(1.0)
-    save_state(saved, tmp_path / "one", 3)
-    assert "scalar and brief differ in their optimizer state" in refused(
-        flat(fresh), tmp_path / "one"
-    )
-    load(fresh, tmp_path / "one")
-    assert fresh.optimizer.state[fresh.module.scalar]["step"] == 1.0
+    two_groups = live_state(accelerator_of(None), module, optimizer)
+    refused(two_groups, tmp_path / "lion", "Lion", "parameter groups")
 
 
 class Listing(Lion):
@@ -261,9 +211,9 @@ def test_state_that_cannot_be_saved_is_named() -> None:
     live = live_state(accelerator_of(None), model, optimizer)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    refusal(
-        live.optimizer_shapes,
-        match=r"Listing has history \(list\) of weight, which cannot be saved",
-    )
+    refusal(live.optimizer_shapes, says=["Listing", "history", "weight"])
     optimizer.param_groups[0]["past"] = torch.zeros(2)
-    refusal(live.changed_groups, match=r"Listing has past \(Tensor\) in a group")
+    refusal(live.changed_groups, says=["Listing", "past"])
+    rows = started("adafactor", 1)
+    rows.sharded = True  # no shard has rows and columns of the whole parameter
+    refusal(rows.optimizer_shapes, says=["Adafactor", "row_var"])

@@ -57,7 +57,7 @@ def test_init_overwrites_no_file(
     assert (tmp_path / "recipes" / "cls.py").read_text() == "print('mine')\n"
     out = capsys.readouterr().out
     assert f"{len(SHIPPED) - 2} files copied" in out
-    assert "you changed them: recipes/cls.py (" in out
+    assert "recipes/cls.py (" in out
     assert "cd " not in out
 
 
@@ -65,15 +65,14 @@ def test_init_overwrites_no_file(
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Python of a new environment with a wheel of this package.
 
-    It also finds the libraries of the environment that runs the tests, but no editable install there: the .pth files of
-    that folder are not executed.
+    It also finds the libraries of the environment that runs the tests, but no editable install
+    there: the .pth files of that folder are not executed.
     """
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"  # a build leaves files where it builds
     for name in ("toolkit", *FOLDERS):
-        shutil.copytree(
-            REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__")
-        )
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(REPOSITORY / name, source / name, ignore=ignored)
     (source / "recipes" / "somebodys_own.py").write_text("SECRET = 1\n")  # not in MANIFEST.in
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
@@ -81,15 +80,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source)]
     subprocess.run(build, check=True, timeout=120)
     (wheel,) = folder.glob("finetune_toolkit-*.whl")
-    venv.create(
-        folder / "venv", symlinks=True
-    )  # without pip: the one that runs the tests installs into it
+    # without pip: the one that runs the tests installs into it
+    venv.create(folder / "venv", symlinks=True)
     python = folder / "venv" / "bin" / "python"
     (packages,) = (folder / "venv").glob("lib/python*/site-packages")
     (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    subprocess.run(
-        [*pip, "--python", str(python), "install", "--no-deps", str(wheel)], check=True, timeout=120
-    )
+    install = [*pip, "--python", str(python), "install", "--no-deps", str(wheel)]
+    subprocess.run(install, check=True, timeout=120)
     return python
 
 

@@ -1,4 +1,5 @@
-"""The command: its memory, what is left after a full disk or a signal, its options. (Promises 4 and 5.)"""
+"""The command: its memory, what is left after a full disk or a signal, its options. (Promises 4
+and 5.)"""
 
 import signal
 import sys
@@ -21,41 +22,31 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def peak_of(*arguments: str | Path) -> int:
+    """Largest anonymous memory of a Python process, in bytes."""
+    peak = 0
+    with begin([sys.executable, *map(str, arguments)], {"PYTHONPATH": str(ROOT)}) as process:
+        while process.poll() is None:
+            for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+                if "RssAnon" in line:
+                    peak = max(peak, int(line.split()[1]) * 1024)
+            time.sleep(0.01)
+        process.finish(60).succeeded()
+    return peak
+
+
 def test_its_memory_is_not_the_models(big: Path, tmp_path: Path) -> None:
-    """Anonymous memory beyond that of torch itself: some copies of a tensor, of 32."""
-    peaks = {}
-    for name, code in {
-        "torch": "import time, torch, toolkit.conversion.convert; time.sleep(1)",
-        "convert": "",
-    }.items():
-        command = ["-m", "toolkit", "convert", str(big), str(tmp_path / "out"), "--dtype", "bf16"]
-        peak = 0
-        with begin(
-            [sys.executable, *(["-c", code] if code else command)], {"PYTHONPATH": str(ROOT)}
-        ) as process:
-            while process.poll() is None:
-                status = Path(f"/proc/{process.pid}/status").read_text()
-                peak = max(
-                    peak,
-                    *(
-                        int(line.split()[1]) * 1024
-                        for line in status.splitlines()
-                        if "RssAnon" in line
-                    ),
-                    0,
-                )
-                time.sleep(0.01)
-            process.finish(60).succeeded()
-        peaks[name] = peak
-    assert peaks["convert"] - peaks["torch"] < BIG // 4, peaks
+    """Beyond that of torch itself: some copies of a tensor, of 32."""
+    torchs = peak_of("-c", "import time, torch, toolkit.conversion.convert; time.sleep(1)")
+    whole = peak_of("-m", "toolkit", "convert", big, tmp_path / "out", "--dtype", "bf16")
+    assert whole - torchs < BIG // 4
 
 
 def test_a_full_disk_leaves_nothing(big: Path, tmp_path: Path) -> None:
-    with fork(
-        ["-m", "toolkit", "convert", big, tmp_path / "out"], largest_file=BIG // 2
-    ) as process:
+    command = ["-m", "toolkit", "convert", big, tmp_path / "out"]
+    with fork(command, largest_file=BIG // 2) as process:
         done = process.finish(60)
-    assert f"cannot write {tmp_path / 'out'}" in done.err
+    assert str(tmp_path / "out") in done.err
     assert done.code == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -73,9 +64,6 @@ def test_a_signal_leaves_nothing(sent: signal.Signals, big: Path, tmp_path: Path
 
 def test_the_command_line(tmp_path: Path) -> None:
     torch.save({"a.weight": torch.ones(2)}, tmp_path / "model.pt")
-    start(["toolkit", "convert", tmp_path / "model.pt"]).says_in_one_line(
-        "toolkit convert CHECKPOINT OUT"
-    )
-    out = start(["toolkit", "convert", tmp_path / "model.pt", tmp_path / "out"]).succeeded().out
-    assert "weights only" in out
-    assert f"wrote {tmp_path / 'out'}: 8 bytes of fp32" in out
+    start(["toolkit", "convert", tmp_path / "model.pt"]).says_in_one_line("CHECKPOINT OUT")
+    start(["toolkit", "convert", tmp_path / "model.pt", tmp_path / "out"]).succeeded()
+    assert (tmp_path / "out" / "model.safetensors").is_file()

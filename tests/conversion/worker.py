@@ -26,14 +26,12 @@ STEPS = 2
 class Odd(nn.Module):
     """Sizes that no number of ranks divides, a tied weight, buffers of three dtypes."""
 
-    def __init__(self, empty: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(13, 7)
         self.first = nn.Linear(7, 11)
         self.second = nn.Linear(11, 7)
         self.scale = nn.Parameter(torch.tensor([1.5]))
-        if empty:
-            self.nothing = nn.Parameter(torch.empty(0, 3))
         self.head = nn.Linear(7, 13, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("mean", torch.linspace(-1, 1, 5))
@@ -98,7 +96,7 @@ def make_model(kind: Kind, bert: str) -> Any:
         from transformers import AutoModelForSequenceClassification
 
         return AutoModelForSequenceClassification.from_pretrained(bert, num_labels=3)
-    model = Odd(empty=kind.stage in (1, 2))  # stage 3 cannot gather an empty one
+    model = Odd()
     if kind.frozen:
         model.first.requires_grad_(False)
         model.embed.requires_grad_(not kind.excluded)

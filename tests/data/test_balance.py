@@ -10,7 +10,7 @@ import pytest
 from tests.faults import refusal
 from tests.splits import of_lengths
 from toolkit.config import ObjectiveSettings, ProblemType
-from toolkit.data.balance import doubtful_names, weigh_classes
+from toolkit.data.balance import similar_names, weigh_classes
 from toolkit.data.batches import GlobalBatches, accumulation_of
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
@@ -30,7 +30,7 @@ def split_of(name: str = "train", labels: Any = None) -> Split:
 
 def balanced(**asked: Any) -> dict[str, Split]:
     splits = {"train": split_of(), "validation": split_of("validation", np.array([0, 1, 1, 2]))}
-    return weigh_classes(splits, labels_of(), ObjectiveSettings(**asked))[0]
+    return weigh_classes(splits, labels_of(), ObjectiveSettings(**asked)).splits
 
 
 def test_balanced_weights_are_scikit_learns() -> None:
@@ -109,9 +109,8 @@ def test_positive_weights_are_negatives_over_positives() -> None:
         (flags(), None, None),
     ):  # fmt: skip
         objective = ObjectiveSettings(pos_weight=setting)
-        weight = weigh_classes(
-            {"train": train}, labels_of("multi_label_classification"), objective
-        )[1]
+        labels = labels_of("multi_label_classification")
+        weight = weigh_classes({"train": train}, labels, objective).pos_weight
         assert weight == pytest.approx(expected)
 
 
@@ -145,33 +144,22 @@ def test_what_does_not_fit_the_labels_is_refused(
     )
 
 
-def test_doubtful_names_of_classes() -> None:
-    assert not list(
-        doubtful_names(["neg", "pos", "10", "100", "1.5", "v1.0", "none", "好", "0", "00x"])
-    )
-    alike, missing = doubtful_names(
-        ["1", "neg", "po s", "pos", "neg\u200b", "01", "１．０", "+1", "Neg", "NaN"]
-    )
-    assert (
-        "'1' and '01' and '１．０' and '+1', 'neg' and 'neg\\u200b' and 'Neg', 'po s' and 'pos';"
-        in alike
-    )
-    assert "'NaN'" in missing
-    (joined,) = doubtful_names(["a|b;c", "b|c", "a", "x|y"])
-    assert "'a|b;c', 'b|c' recur" in joined
+def test_names_that_differ_in_case_and_blanks_only() -> None:
+    assert not similar_names(["neg", "pos", "1", "01", "好"])
+    (note,) = similar_names(["neg", "po s", "pos", "Neg"])
+    assert "'neg' and 'Neg', 'po s' and 'pos'" in note
 
 
 def test_a_run_says_the_counts_and_unasked_that_they_are_uneven() -> None:
     def described(
         train: Split, problem: ProblemType = "single_label_classification", **asked: Any
     ) -> tuple[Any, str]:
-        _, _, lines, advice = weigh_classes(
-            {"train": train}, labels_of(problem), ObjectiveSettings(**asked)
-        )
-        return lines, advice
+        settings = ObjectiveSettings(**asked)
+        balanced = weigh_classes({"train": train}, labels_of(problem), settings)
+        return balanced.notes, balanced.advice
 
     splits = {"train": split_of(), "test": split_of("test", np.array([0, 1, 1]))}
-    *_, missing = weigh_classes(splits, labels_of(), ObjectiveSettings())[2]
+    *_, missing = weigh_classes(splits, labels_of(), ObjectiveSettings()).notes
     assert missing.startswith("test has no row of never, some:")
     lines, advice = described(split_of())
     assert lines == ["rows of each class in train: often 160, some 40, rare 10, never 0"]
@@ -184,7 +172,7 @@ def test_a_run_says_the_counts_and_unasked_that_they_are_uneven() -> None:
     assert lines[2].endswith("often 57.1, some 28.6, rare 14.3, never 0")
     assert advice == described(replace(split_of(), labels=np.arange(210) % 4))[1] == ""
     assert (
-        "rare is present in 4 % of the rows; --pos_weight"
+        "rare is in 4 % of the rows; --pos_weight"
         in described(flags(), "multi_label_classification")[1]
     )
     assert described(split_of(), "regression") == ([], "")

@@ -1,6 +1,5 @@
 """toolkit/data/tokens.py: texts -> one flat array per split, mapped from disk."""
 
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +9,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.architectures import make_tokenizer
-from tests.faults import Fault, refusal
-from tests.runs import recipe
+from tests.faults import refusal
 from toolkit.config import PretrainedSettings
 from toolkit.data import tokens
-from toolkit.utils import progress
 
 TEXTS = ["good film", "", "很好 的 书店", "the " * 50, "a"]
 
@@ -144,42 +141,3 @@ def test_choose_max_length(
             longest,
             match="--max_length 513: the model has 512",
         )
-
-
-def test_progress_is_shown(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(tokens, "_BATCH_TEXTS", 2)
-    tokens.encode_texts(tokenizer, TEXTS, 20)
-    assert capsys.readouterr().err == ""
-    for name in ("FIRST_SECONDS", "LINE_SECONDS"):
-        monkeypatch.setattr(progress, name, 0.0)
-    tokens.encode_texts(tokenizer, TEXTS, 20)
-    *_, before, last = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(r"tokens: 4 of 5 texts, \d+ texts/s, 00:00 left", before)
-    assert last.startswith("tokens: 5 of 5 texts")
-
-
-CUT = """
-import os, sys
-from pathlib import Path
-import numpy as np
-from toolkit.data.tokens import load_split
-split = load_split(Path(sys.argv[1]), "train")
-ids = split.input_ids
-os.truncate(split.folder / "input_ids.npy", 4096)
-print(np.take(ids, [len(ids) - 1]))
-"""
-
-
-def test_a_file_that_is_cut_while_it_is_read_is_a_line(tmp_path: Path, fault: Fault) -> None:
-    (tmp_path / "train").mkdir()
-    for name in ("input_ids", "offsets", "labels", "rows"):
-        np.save(tmp_path / "train" / f"{name}.npy", np.zeros(1 << 20, np.int32))
-    (script := tmp_path / "cut.py").write_text(CUT)
-    done = recipe(tmp_path, script=str(script))
-    assert done.code == 1
-    done.says_in_one_line(str(tmp_path / "train" / "input_ids.npy"))
-    fault(
-        "the tokens are cut while a run reads them", done.err, "the steps since the last checkpoint"
-    )

@@ -109,7 +109,7 @@ def test_a_model_outside_of_its_run(
 def test_a_file_with_a_part_of_the_trained_columns(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "config.json").write_text(
-        '{"settings": {}, "data": {"text_column": "title,content"}}'
+        '{"settings": {}, "data": {"text_column": "title,content"}, "identity": {}, "launch": {}}'
     )
     model, table = (
         str(tmp_path / "model"),

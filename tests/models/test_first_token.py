@@ -41,7 +41,7 @@ def width_of_last(model: Any, encoder: str = "bert", **options: Any) -> int:
     """How many positions (of 17) the last layer's feed-forward network computes."""
     dense = model.get_submodule(encoder).encoder.layer[-1].intermediate.dense
     with patch.object(dense, "forward", wraps=dense.forward) as forward:
-        model(input_ids=IDS, **options)
+        model(**{"input_ids": IDS, **options})
     return int(forward.call_args.args[0].shape[1])
 
 

@@ -7,10 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pyarrow
 import pytest
 
-from tests.faults import Fault
 from tests.report.made import make_run
 from tests.runs import lines_of
 from toolkit.data.labels import Labels
@@ -28,7 +26,6 @@ LABELS = Labels("single_label_classification", ("a", "b"), ("label",))
 EVALUATION = Evaluation(
     "validation", {"loss": 0.5, "note": "x" * 5000}, lambda: iter([{"id": "x" * 5000}])
 )
-TABLE = pyarrow.table({"text": ["x" * 90] * 99})
 WRITERS: dict[str, Callable[[Path], object]] = {
     "config.json": lambda run: RunFiles(MAIN, run).mark_stopped(command="x" * 5000),
     "metrics.jsonl": lambda run: RunFiles(MAIN, run).append("metrics.jsonl", {"step": "x" * 5000}),
@@ -36,15 +33,12 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "predictions.jsonl": lambda run: RunFiles(MAIN, run).write_predictions(EVALUATION),
     "report.html": write_report_of_folder,
     "README.md": lambda run: write_card(run, run, last_evaluation(run)),
-    **{f"out{kind}": lambda run, kind=kind: Parts(run / f"out{kind}", "utf-8").write(0, TABLE, {"number": range(99)})
-       for kind in (".csv", ".jsonl", ".json", ".parquet", ".csv.gz")},
+    "out.csv": lambda run: Parts(run / "out.csv", {}).write(0, {"text": ["x" * 90] * 99}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_full_disk_is_an_error_and_leaves_no_draft(
-    name: str, tmp_path: Path, fault: Fault
-) -> None:
+def test_a_full_disk_is_an_error_and_leaves_no_draft(name: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     make_run(run, LABELS, [], {"loss": 0.5, "accuracy": 0.75, "f1_macro": 0.7})
     before = {path.name: path.read_bytes() for path in run.iterdir()}
@@ -66,7 +60,6 @@ def test_a_full_disk_is_an_error_and_leaves_no_draft(
     )
     assert not list(run.glob("*.parts/*"))
     assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
-    fault(f"a full disk while writing {name}", f"error: {caught.value}")
 
 
 def test_read_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

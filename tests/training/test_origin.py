@@ -1,10 +1,6 @@
 """What `--resume` means for the checkpoints that are there: which one a run continues, and which it refuses (promises 3
 and 5)."""
 
-import json
-import os
-import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -167,17 +163,9 @@ def test_the_old_run_is_moved_aside(
     ] == [False, True]
     monkeypatch.setattr(run_folder, "FileLock", SoftFileLock)  # as on a disk without flock
     (run / ".lock").write_text("1\nanother-host\n")
-    me = {"pid": os.getpid(), "host": socket.gethostname()}
-    for written, names in (
-        (time.time(), True),
-        (0.0, False),
-    ):  # before this process started: its PID was another's
-        (run / "config.json").write_text(json.dumps({"world": me}))
-        os.utime(run / "config.json", (written, written))
-        message = refusal(
-            create_run_folder, settings, "cls", FACTS, match=f"if it has ended, remove {link}/.lock"
-        )
-        assert (f"(process {os.getpid()} on" in message) == names
+    refusal(
+        create_run_folder, settings, "cls", FACTS, match=f"if it has ended, remove {link}/.lock"
+    )
     (run / ".lock").unlink()
     monkeypatch.chdir(run)
     (run / "model").mkdir()

@@ -21,7 +21,11 @@ from tests.splits import of_lengths
 from tests.training.test_schedule import TOKENIZER
 from toolkit.config import TrainingSettings
 from toolkit.data.batches import Prefetcher, _thread
-from toolkit.training.steps import Steps, peak_memory_bytes
+from toolkit.data.tokens import Split
+from toolkit.training.metrics import peak_memory_bytes
+from toolkit.training.optimizer import make_scheduler
+from toolkit.training.schedule import make_schedule
+from toolkit.training.steps import Steps
 
 CPU = torch.device("cpu")
 
@@ -99,14 +103,23 @@ def test_the_device_of_a_single_process_has_no_index(monkeypatch: pytest.MonkeyP
         assert _thread.__wrapped__(torch.device(device)).submit(int).result() == 0
 
 
+def steps_of(accelerator: Accelerator, split: Split, settings: TrainingSettings) -> Steps:
+    """Of a model that computes nothing."""
+    model = torch.nn.Linear(1, 1)
+    optimizer: Any = torch.optim.SGD(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    schedule = make_schedule(settings, split, 1)
+    scheduler = make_scheduler(optimizer, settings, schedule.total_steps)
+    return Steps(accelerator, split, TOKENIZER, settings, schedule, model, optimizer, scheduler)
+
+
 def test_a_step_allocates_nothing_of_the_size_of_the_data(accelerator: Accelerator) -> None:
     """An array over all samples would take 8 bytes for each."""
     samples, settings = 1_000_000, TrainingSettings(max_steps=6)
-    steps = Steps(accelerator, of_lengths(np.full(samples, 3)), TOKENIZER, settings)
-    model = torch.nn.Linear(1, 1)
+    steps = steps_of(accelerator, of_lengths(np.full(samples, 3)), settings)
     allocated = []
     for step in steps:
-        for _ in step.micro_batches(model):
+        for _ in step.micro_batches(steps.model):
             pass
         if tracemalloc.is_tracing():
             allocated.append(tracemalloc.get_traced_memory()[1])
@@ -125,7 +138,7 @@ def test_peak_memory_excludes_setup_and_evaluation(accelerator: Accelerator) -> 
     settings = TrainingSettings(max_steps=5, eval_every=2, global_batch_size=1)
     use(300 << 20)
     begun, peaks = peak_memory_bytes(CPU), []
-    for step in Steps(accelerator, of_lengths(np.full(9, 3)), TOKENIZER, settings):
+    for step in steps_of(accelerator, of_lengths(np.full(9, 3)), settings):
         peaks.append(peak_memory_bytes(CPU))
         if step.evaluates:
             use(300 << 20)

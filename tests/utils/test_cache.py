@@ -53,9 +53,7 @@ def test_flush_comes_before_the_rename(
 
     monkeypatch.setattr(os, "fsync", flush)
     tokens()
-    assert {(name, False) for name in ("labels.npy", "meta.json", "source.txt", "train")} < set(
-        flushed
-    )
+    assert {("labels.npy", False), ("meta.json", False), ("train", False)} < set(flushed)
     assert ("tokens", True) in flushed  # and then the name itself
 
 
@@ -64,13 +62,8 @@ def test_full_disk_and_interrupted_build(tokens: Tokens, toolkit_cache: Path) ->
         (draft / "half").write_text("x")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    refusal(
-        build_once,
-        "tokens",
-        "abc",
-        fill,
-        match=r"cannot write .*tokens/abc.*No space left.*TOOLKIT_CACHE",
-    )
+    says = ["tokens/abc", "No space left", "TOOLKIT_CACHE"]
+    refusal(build_once, "tokens", "abc", fill, says=says)
     assert [path.name for path in (toolkit_cache / "tokens").iterdir()] == ["abc.lock"]
 
     def die(draft: Path) -> None:

@@ -25,7 +25,6 @@ NEEDS = {
     "demo: --model_name_or_path and --train_file": "recipes/cls.py --output_dir {out}",
     "titles: jieba": "recipes/cls.py {job} --tokenizer jieba",
     "sweep": "-m toolkit sweep recipes/cls.py --search learning_rate=1e-5,2e-5 --output_dir {out} {job}",
-    "explain": "-m toolkit report {run} --explain 1",
     "openvino": "-m toolkit export {run}/model {out} --to openvino",
     "onnx": "-m toolkit export {run}/model {out} --to onnx",
 }
@@ -44,14 +43,8 @@ def without_extras(*words: str | Path) -> Finished:
 
 
 def job(tiny_model: Path, reviews: Path) -> list[str]:
-    return [
-        "--model_name_or_path",
-        str(tiny_model),
-        "--train_file",
-        str(reviews),
-        "--max_steps",
-        "2",
-    ]
+    files = ["--model_name_or_path", str(tiny_model), "--train_file", str(reviews)]
+    return [*files, "--max_steps", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -59,37 +52,19 @@ def run_folder(
     tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path
 ) -> tuple[Path, Finished]:
     folder = tmp_path_factory.mktemp("extras") / "run"
-    words = [
-        "recipes/cls.py",
-        *job(tiny_model, reviews),
-        "--checkpoint_every",
-        "1",
-        "--output_dir",
-        folder,
-    ]
-    return folder, without_extras(*words).succeeded()
+    words = [*job(tiny_model, reviews), "--checkpoint_every", "1", "--output_dir", folder]
+    return folder, without_extras("recipes/cls.py", *words).succeeded()
 
 
 def test_a_run_without_any_extra(run_folder: tuple[Path, Finished], tmp_path: Path) -> None:
     folder, finished = run_folder
-    before, _, after = finished.err.partition("step 1/2")
-    assert (
-        before.count("finetune-toolkit[")
-        == before.count("finetune-toolkit[report,tensorboard]")
-        == 1
-    )
-    assert "finetune-toolkit[" not in after
+    assert finished.err.count("finetune-toolkit[") == 1  # one line names what is missing
     assert not (folder / "tensorboard").exists()
-    assert {"config.json", "metrics.jsonl", "eval.jsonl", "predictions.jsonl"} <= {
-        p.name for p in folder.iterdir()
-    }
+    files = {path.name for path in folder.iterdir()}
+    assert {"config.json", "metrics.jsonl", "eval.jsonl", "predictions.jsonl"} <= files
     assert (folder / "model" / "README.md").is_file()
-    page = (folder / "report.html").read_text(encoding="utf-8")
-    assert page.count("finetune-toolkit[report]") > 3  # instead of each curve
-    converted = without_extras(
-        "-m", "toolkit", "convert", folder / "checkpoints" / "last", tmp_path / "out"
-    )
-    converted.succeeded()
+    last = folder / "checkpoints" / "last"
+    without_extras("-m", "toolkit", "convert", last, tmp_path / "out").succeeded()
     assert (tmp_path / "out" / "model.safetensors").is_file()
     # and each extra is tested, here or below
     assert set(PACKAGES) == {case.partition(":")[0] for case in NEEDS} | DOES_WITHOUT

@@ -1,6 +1,7 @@
 """toolkit/pretrained.py: without a network a hub name fails within seconds, with the alternatives."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +26,16 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> str:
     return hub
 
 
-@pytest.mark.parametrize(
-    ("load", "setting"),
-    [
-        (
-            lambda: load_tokenizer(ModelSettings(model_name_or_path="nobody/no-model")),
-            "--model_name_or_path",
-        ),
-        (lambda: read_hub("nobody/no-data"), "--dataset_name"),
-    ],
-)
-def test_unreachable_hub(load: Any, setting: str, closed: str) -> None:
+LOAD: dict[str, Callable[[], object]] = {
+    "model": lambda: load_tokenizer(ModelSettings(model_name_or_path="nobody/no-model")),
+    "data set": lambda: read_hub("nobody/no-data"),
+}
+
+
+@pytest.mark.parametrize("kind", LOAD)
+def test_unreachable_hub(kind: str, closed: str) -> None:
     started = time.monotonic()
-    says = [
-        f"{setting} nobody/no-",
-        f"{closed} cannot be reached",
-        "HF_ENDPOINT=",
-        "modelscope download --",
-    ]
-    refusal(load, says=says)
+    refusal(LOAD[kind], says=["nobody/no-", closed, "HF_ENDPOINT=", "modelscope download --"])
     assert time.monotonic() - started < 60
 
 
@@ -52,5 +44,5 @@ def test_the_copy_in_the_cache(
 ) -> None:
     monkeypatch.setattr("toolkit.pretrained.try_to_load_from_cache", lambda *_, **__: str(tmp_path))
     check_reachable("nobody/no-model")
-    assert f"{closed} cannot be reached" in capsys.readouterr().err
+    assert closed in capsys.readouterr().err
     assert constants.HF_HUB_OFFLINE

@@ -23,22 +23,15 @@ def test_line_is_printed_once(tmp_path: Path) -> None:
 
 def test_applications_logging_is_kept(tmp_path: Path) -> None:
     form = "format='%(levelname)s %(name)s %(message)s'"
-    shown = stderr_of(
-        f"import logging; logging.basicConfig(level='INFO', {form}); {LINE}", tmp_path
-    )
-    assert shown == "INFO toolkit a line\n"
-    assert (
-        stderr_of(
-            f"import logging; logging.basicConfig(filename='log', level='INFO'); {LINE}", tmp_path
-        )
-        == ""
-    )
+    basic = f"import logging; logging.basicConfig(level='INFO', {form}); {LINE}"
+    assert stderr_of(basic, tmp_path) == "INFO toolkit a line\n"
+    to_file = f"import logging; logging.basicConfig(filename='log', level='INFO'); {LINE}"
+    assert stderr_of(to_file, tmp_path) == ""
     assert "a line" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize(("level", "lines"), [("info", "a line\n"), ("warning", "")])
 def test_log_level(level: str, lines: str, tmp_path: Path) -> None:
-    parse = (
-        f"from toolkit import config; config.parse(config.TaskSettings, ['--log_level', '{level}'])"
-    )
+    words = f"['--log_level', '{level}']"
+    parse = f"from toolkit import config; config.parse(config.TaskSettings, {words})"
     assert stderr_of(f"import toolkit.launch; {parse}; {LINE}", tmp_path) == lines

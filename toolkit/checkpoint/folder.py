@@ -5,7 +5,7 @@ whole."""
 
 from __future__ import annotations
 
-import errno
+import itertools
 import json
 import re
 import shutil
@@ -18,13 +18,12 @@ import torch
 import xxhash
 from safetensors import safe_open
 
-from toolkit.checkpoint.safetensors_writer import DTYPE_NAMES, SafetensorsWriter, Shapes
-from toolkit.checkpoint.state import LiveState, keys_by_parameter
+from toolkit.checkpoint.safetensors_writer import DTYPES_BY_NAME, Shapes, write_safetensors
+from toolkit.checkpoint.state import LiveState
 from toolkit.errors import Faults, UserError, listing
 from toolkit.utils.cache import digest_of_file
 from toolkit.utils.files import (
     draft_path,
-    flush_path,
     read_table,
     replace_file,
     replace_folder,
@@ -34,7 +33,6 @@ from toolkit.utils.files import (
 STATE_FILE = "state.json"
 WEIGHTS_FILE, OPTIMIZER_FILE = "weights.safetensors", "optimizer.safetensors"
 FORMAT = 2
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -60,14 +58,12 @@ def save(
     order of each file (`file_order`). `facts`: the entries of state.json. `write_others`: writes
     all other files into the folder that it gets. Raises OSError, and leaves an earlier checkpoint
     of that name untouched."""
-    remaining = iter(tensors)
+    pieces = ([tensor] for tensor in tensors)
     digests: dict[str, str] = {}
     with replace_folder(folder, overwrite=True) as draft:
         for file_name, shapes in tables.items():
-            with SafetensorsWriter(draft / file_name, shapes) as file:
-                for name in file.names:
-                    file.write(name, next(remaining))
-            digests[file_name] = file.digest
+            of_file = itertools.islice(pieces, len(shapes))
+            digests[file_name] = write_safetensors(draft / file_name, shapes, of_file)
         write_others(draft)
         for path in sorted(draft.rglob("*")):
             name = path.relative_to(draft).as_posix()
@@ -149,9 +145,8 @@ def _set_link(link: Path, folder: Path) -> None:
     try:
         with replace_file(link, flush=False) as draft:
             draft.symlink_to(folder.name)
-    except OSError as error:  # a disk without links: checkpoints are named by their steps
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
+    except OSError:  # a disk without links: checkpoints are named by their steps
+        link.unlink(missing_ok=True)
 
 
 def prune(checkpoints: Path, keep: int, best_step: int) -> None:
@@ -169,7 +164,6 @@ def remove(folder: Path) -> None:
         return
     draft = draft_path(folder)
     folder.rename(draft)
-    flush_path(folder.parent)
     shutil.rmtree(draft, ignore_errors=True)
 
 
@@ -179,15 +173,12 @@ def load(folder: Path, live: LiveState, state: Mapping[str, Any]) -> None:
     fit."""
     weights = TensorFile(folder / WEIGHTS_FILE, live)
     optimizer = TensorFile(folder / OPTIMIZER_FILE, live)
-    numbers = _numbers(optimizer, live)
     _check_model(folder, live, state, weights.shapes)
     _check_optimizer(folder, live, state["optimizer"])
-    if live.sharded:
-        _check_shardable(folder, live, weights.shapes, optimizer.shapes, numbers)
     live.before_loading()
     live.scatter(weights.shapes, live.weights(), weights.read)
-    live.create_moments(optimizer.shapes, numbers)
-    moments = {entry: shape for entry, shape in optimizer.shapes.items() if entry not in numbers}
+    live.create_moments(optimizer.shapes, optimizer.numbers)
+    moments = {name: each for name, each in optimizer.shapes.items() if each[1]}
     live.scatter(moments, live.moments(), optimizer.read)
     groups = state["optimizer"]["groups"]
     for group, changed in zip(live.optimizer.param_groups, groups, strict=False):
@@ -202,27 +193,24 @@ class TensorFile:
         """Collective."""
         self._file: Any = None
         shapes: Shapes = {}
+        numbers = {}
         if live.rank == 0:
             self._file = safe_open(path, "pt")
             for name in list(self._file.keys()):
                 part = self._file.get_slice(name)
-                shapes[name] = (_DTYPES[part.get_dtype()], tuple(part.get_shape()))
-        self.shapes: Shapes = live.broadcast(shapes)
+                shape = tuple(part.get_shape())
+                shapes[name] = (DTYPES_BY_NAME[part.get_dtype()], shape)
+                if shape == ():
+                    numbers[name] = self.read(name).item()
+        self.shapes: Shapes
         """Of its tensors, on all ranks."""
+        self.numbers: dict[str, Any]
+        """The values of those without dimensions, such as `step`, on all ranks."""
+        self.shapes, self.numbers = live.broadcast((shapes, numbers))
 
     def read(self, name: str) -> torch.Tensor:
         """On rank 0."""
         return self._file.get_tensor(name)
-
-
-def _numbers(optimizer: TensorFile, live: LiveState) -> dict[str, Any]:
-    """What has no dimensions in the optimizer's state, such as `step`, by `KEY.NAME`.
-    Collective."""
-    numbers = {}
-    for entry, (_, shape) in optimizer.shapes.items():
-        if shape == () and live.rank == 0:
-            numbers[entry] = optimizer.read(entry).item()
-    return live.broadcast(numbers)
 
 
 def _check_model(folder: Path, live: LiveState, state: Mapping[str, Any], weights: Shapes) -> None:
@@ -251,29 +239,3 @@ def _check_optimizer(folder: Path, live: LiveState, saved: Mapping[str, Any]) ->
     if any(groups) and len(groups) != count:
         fault = f"{current} had {len(groups)} parameter groups, and has {count} in this run"
         raise UserError(f"{folder}: {fault}: {remedy}")
-
-
-def _check_shardable(
-    folder: Path,
-    live: LiveState,
-    weights: Shapes,
-    entries: Shapes,
-    numbers: Mapping[str, Any],
-) -> None:
-    """Of each trained parameter's shape or a number; equal numbers in parameters that ZeRO flattens
-    together."""
-    remedy = "resume with one process or DDP"
-    for entry, (_, shape) in entries.items():
-        key, _, name = entry.partition(".")
-        if entry not in numbers and shape != weights[name][1]:
-            what = f"{live.algorithm} has {key} of the unsharded {name}"
-            raise UserError(f"{folder}: {what}, which {live.strategy} cannot restore: {remedy}")
-    states = {}
-    for name, keys in keys_by_parameter(entries).items():
-        states[name] = {key: numbers.get(f"{key}.{name}") for key in keys}
-    for _, names in live.optimizer_tensors():
-        filled = [name for name in names if name in weights and 0 not in weights[name][1]]
-        for name in filled[1:]:
-            if states.get(name) != states.get(filled[0]):
-                fault = f"{filled[0]} and {name} differ in their optimizer state"
-                raise UserError(f"{folder}: {fault}, and ZeRO has one for both: {remedy}")

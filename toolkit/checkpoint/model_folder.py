@@ -25,13 +25,17 @@ from accelerate import Accelerator
 
 from toolkit.checkpoint.folder import TensorFile
 from toolkit.checkpoint.parameters import tied_names
-from toolkit.checkpoint.safetensors_writer import SafetensorsWriter, file_order
+from toolkit.checkpoint.safetensors_writer import (
+    DTYPES,
+    cast,
+    file_order,
+    write_in_dtype,
+)
 from toolkit.checkpoint.state import LiveState
 from toolkit.checkpoint.strategies import live_state
 from toolkit.errors import UserError, listing
 from toolkit.utils.files import read_table, replace_folder, write_new
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ADAPTER_FOLDER = "adapter"
 _MODEL_FILE, _ADAPTER_FILE = "model.safetensors", "adapter_model.safetensors"
 _RECORD = "trainer_state.json"  # with `global_step`: as transformers' Trainer writes it
@@ -78,14 +82,12 @@ def save_model(
 
 
 def _gather_weights(live: LiveState) -> dict[str, torch.Tensor]:
-    """The whole state dict in rank 0's host memory; empty on other ranks. Collective."""
-    shapes, state = live.weight_shapes(), {}
-    for name, tensor in zip(file_order(shapes), live.gather(shapes, live.weights()), strict=True):
-        if live.rank == 0:
-            state[name] = tensor.cpu()
-    if live.rank == 0:
-        for other, name in tied_names(live.module).items():
-            state[other] = state[name]
+    """The whole state dict in rank 0's host memory; without numbers on other ranks. Collective."""
+    shapes = live.weight_shapes()
+    tensors = live.gather(shapes, live.weights())
+    state = {name: next(tensors).cpu() for name in file_order(shapes)}
+    for other, name in tied_names(live.module).items():
+        state[other] = state[name]
     return state
 
 
@@ -98,17 +100,13 @@ def _write_model(
     plain = module
     if lora_config(module):
         plain, state = module.get_base_model(), merge_lora(module, state)
-    first = tied_names(plain)
     # transformers ties those that it declares when it loads: one that only the recipe has tied is
     # saved under both names
-    declared = getattr(plain, "all_tied_weights_keys", first)
-    once = dict(state)
-    for other, name in declared.items():
-        if first.get(other, other) == first.get(name, name):
-            once.pop(other, None)
+    tied = getattr(plain, "all_tied_weights_keys", tied_names(plain))
+    once = {name: tensor for name, tensor in state.items() if name not in tied}
     _write_tensors(once, folder / _MODEL_FILE, dtype)
     if hasattr(plain, "save") and not hasattr(plain, "save_pretrained"):
-        plain.save(folder, {name: _cast(name, tensor, dtype) for name, tensor in state.items()})
+        plain.save(folder, {name: cast(name, tensor, dtype) for name, tensor in state.items()})
 
 
 def _write_adapter(
@@ -117,33 +115,17 @@ def _write_adapter(
     folder: Path,
     dtype: torch.dtype,
 ) -> None:
-    adapter = {_saved_name(name): state[name] for name in _trained(module)}
+    adapter = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            adapter[_saved_name(name)] = state[name]
     _write_tensors(adapter, folder / _ADAPTER_FILE, dtype)
     write_adapter_config(module, folder)
 
 
-def _trained(module: torch.nn.Module) -> list[str]:
-    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-
-
 def _write_tensors(state: Mapping[str, torch.Tensor], path: Path, dtype: torch.dtype) -> None:
-    shapes = {}
-    for name, tensor in state.items():
-        file_dtype = dtype if tensor.is_floating_point() else tensor.dtype
-        shapes[name] = (file_dtype, tuple(tensor.shape))
-    with SafetensorsWriter(path, shapes) as file:
-        for name in file.names:
-            file.write(name, _cast(name, state[name], dtype))
-
-
-def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In `dtype` if it is floating. Raises UserError if a number becomes infinite."""
-    if not tensor.is_floating_point():
-        return tensor
-    cast = tensor.to(dtype)
-    if dtype == torch.float16 and not torch.equal(cast.isinf(), tensor.isinf()):
-        raise UserError(f"{name} has a number that is infinite in fp16: pass --save_dtype bf16")
-    return cast
+    shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
+    write_in_dtype(path, shapes, dtype, lambda name: [state[name]])
 
 
 def write_config_files(
@@ -188,20 +170,21 @@ def _read_record(folder: Path) -> dict[str, Any]:
 
 def lora_config(model: torch.nn.Module) -> Any | None:
     """The LoraConfig of an unwrapped model, or None for one without LoRA."""
-    configs = getattr(model, "peft_config", None)
-    if not isinstance(configs, dict) or not hasattr(model, "get_base_model"):
+    if not hasattr(model, "get_base_model"):
         return None
+    configs: Any = model.peft_config
     return configs.get("default")
 
 
 def check_adapter(model: torch.nn.Module) -> None:
     """Raises UserError if the model has an adapter of peft that `merge_lora` cannot merge."""
     configs: Any = getattr(model, "peft_config", None)
-    if not isinstance(configs, dict):
+    if not configs:
         return
     config = lora_config(model)
-    embeds = any(".lora_embedding_" in name for name, _ in model.named_parameters())
-    if not config or len(configs) > 1 or config.peft_type != "LORA" or embeds:
+    factors = [name for name, _ in model.named_parameters() if ".lora_" in name]
+    is_plain = all(name.endswith((_LORA_A, _LORA_B)) for name in factors)
+    if not config or len(configs) > 1 or config.peft_type != "LORA" or not is_plain:
         raise UserError(
             "of peft's adapters only LoRA of linear layers can be saved, made by "
             "`peft.get_peft_model(model, config)` under its default name: pass --lora_r, or merge "
@@ -220,36 +203,19 @@ def merge_lora(
     model: torch.nn.Module,
     state: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """A full state dict of a `model` with LoRA -> the merged model's: W + scaling * B A (Hu et al.,
-    2021, section 4.1).
-
-    Added in float32, returned in the base weight's dtype. Raises UserError for variants of LoRA
-    with another formula."""
-    merged: dict[str, torch.Tensor] = {}
-    unmerged = {name for name in state if ".lora_" in name}
+    """A full state dict of a `model` with LoRA, in fp32 on the CPU (on a GPU the product could be
+    in TF32) -> the merged model's: W + scaling * B A (Hu et al., 2021, section 4.1)."""
+    merged = {}
     for name, tensor in state.items():
         if ".lora_" in name or ".original_module." in name:
             continue
         layer = name.removesuffix(f"{_BASE}weight")
-        if layer != name and layer + _LORA_A in unmerged:
-            delta = _delta(model, layer, state).to(tensor.device)
-            tensor = (tensor.float() + delta).to(tensor.dtype)
-            unmerged -= {layer + _LORA_A, layer + _LORA_B}
-        plain_name = name.removeprefix(_PREFIX).replace(_BASE, ".").replace(_HEAD, ".")
-        merged[plain_name] = tensor
-    if unmerged:
-        names = listing(sorted(unmerged), 2)
-        raise UserError(f"{names} cannot be merged for model/: use LoRA of linear layers")
+        if layer + _LORA_A in state:
+            live: Any = model.get_submodule(layer)
+            delta = live.scaling["default"] * (state[layer + _LORA_B] @ state[layer + _LORA_A])
+            tensor = tensor + (delta.T if live.fan_in_fan_out else delta)  # (out, in)
+        merged[name.removeprefix(_PREFIX).replace(_BASE, ".").replace(_HEAD, ".")] = tensor
     return merged
-
-
-def _delta(model: torch.nn.Module, layer: str, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """scaling * B A, (out, in), on the CPU: on a GPU this product would be in TF32."""
-    live: Any = model.get_submodule(layer)
-    down = state[layer + _LORA_A].float().cpu()  # (r, in)
-    up = state[layer + _LORA_B].float().cpu()  # (out, r)
-    delta = live.scaling["default"] * (up @ down)
-    return delta.T if live.fan_in_fan_out else delta
 
 
 def write_adapter_config(model: torch.nn.Module, folder: Path) -> None:
@@ -263,26 +229,26 @@ def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path)
     """Copies the weights that `save_model` wrote into a prepared model, for evaluation; all
     processes must call it. With LoRA those of the sibling adapter/, since all others are unchanged.
 
-    Only the main process reads: other nodes need not have the folder. Raises UserError if a trained
-    weight is missing."""
+    Only the main process reads: other nodes need not have the folder."""
     live = live_state(accelerator, model)
-    has_lora = lora_config(live.module) is not None
-    path = folder.with_name(ADAPTER_FOLDER) / _ADAPTER_FILE if has_lora else folder / _MODEL_FILE
+    path = folder / _MODEL_FILE
+    if lora_config(live.module):
+        path = folder.with_name(ADAPTER_FOLDER) / _ADAPTER_FILE
     file = TensorFile(path, live)
     tied = tied_names(live.module)
-    stored_names = {}
+    saved_names = {}
     for name in live.module.state_dict():
-        stored = _saved_name(name) if has_lora else name
-        if stored in file.shapes:
-            stored_names[tied.get(name, name)] = stored
-    missing = [name for name in _trained(live.module) if name not in stored_names]
+        if _saved_name(name) in file.shapes:
+            saved_names[tied.get(name, name)] = _saved_name(name)
+    trained = [name for name, each in live.module.named_parameters() if each.requires_grad]
+    missing = [name for name in trained if name not in saved_names]
     if missing:
         remedy = "remove it, and the run saves its best model again"
         raise UserError(f"{path} lacks {listing(missing, 3)}: {remedy}")
-    shapes = {name: shape for name, shape in live.weight_shapes().items() if name in stored_names}
+    shapes = {name: shape for name, shape in live.weight_shapes().items() if name in saved_names}
 
     def read(name: str) -> torch.Tensor:
-        return file.read(stored_names[name]).to(shapes[name][0])
+        return file.read(saved_names[name]).to(shapes[name][0])
 
     live.before_loading()
     live.scatter(shapes, live.weights(), read)

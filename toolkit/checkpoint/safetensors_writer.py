@@ -11,7 +11,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,79 +34,81 @@ DTYPE_NAMES = {
 }
 """The format's name of each dtype that a checkpoint may hold."""
 
+DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What weights may be saved in, by the names of the settings."""
+
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Name -> dtype and shape of a tensor to write."""
 
 
-class SafetensorsWriter:
-    """Use it as a context manager: `with SafetensorsWriter(path, shapes) as file`, then
-    `file.write(name, tensor)` for each of `file.names`, in that order. An error in the block leaves
-    an unfinished file, which its caller removes."""
+def write_safetensors(
+    path: Path,
+    shapes: Shapes,
+    tensors: Iterable[Sequence[torch.Tensor]],
+) -> str:
+    """Creates the file, flushes it to the disk, and returns its XXH3 (128 bits) as hexadecimal
+    digits.
 
-    def __init__(self, path: Path, shapes: Shapes) -> None:
-        """Creates the file and writes its header. Raises FileExistsError, and UserError for a dtype
-        that the format does not have."""
-        self.names = file_order(shapes)
-        """The tensors' names in the order of the file: larger elements first, which aligns each
-        tensor."""
-        self.digest = ""
-        """XXH3 (128 bits) of the whole file as hexadecimal digits, once the block has ended."""
-        self._shapes = shapes
-        self._written = 0  # tensors
-        self._hash = xxhash.xxh3_128()
-        header = _header(self.names, shapes)
-        self._file = path.open("xb")
-        self._append(header)
+    `tensors`: in the order of `file_order(shapes)`, each as one or more pieces of consecutive
+    elements. Raises FileExistsError; UserError for a dtype that the format does not have;
+    ValueError for a tensor that is not the one in `shapes`. An error leaves an unfinished file,
+    which the caller removes."""
+    digest = xxhash.xxh3_128()
+    with path.open("xb") as file:
+        for content in _contents(shapes, tensors):
+            digest.update(content)
+            file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
 
-    def __enter__(self) -> SafetensorsWriter:
-        return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        finally:
-            self._file.close()
+def write_in_dtype(
+    path: Path,
+    shapes: Shapes,
+    dtype: torch.dtype,
+    read: Callable[[str], Iterable[torch.Tensor]],
+) -> None:
+    """As `write_safetensors`, floating tensors in `dtype`. `read`: returns the pieces of a tensor.
+    Raises UserError if a number becomes infinite."""
+    in_file = {}
+    for name, (own, shape) in shapes.items():
+        in_file[name] = (dtype if own.is_floating_point else own, shape)
+    tensors = ([cast(name, piece, dtype) for piece in read(name)] for name in file_order(in_file))
+    write_safetensors(path, in_file, tensors)
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Appends the next tensor. Raises ValueError if it is not the one that the header
-        announces."""
-        shape = tuple(self._shapes[name][1])
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"expected {name} of shape {shape}, got {tuple(tensor.shape)}")
-        self.write_pieces(name, [tensor])
 
-    def write_pieces(self, name: str, pieces: Iterable[torch.Tensor]) -> None:
-        """Appends the next tensor, whose elements come in consecutive pieces. Raises ValueError if
-        it is not the one that the header announces."""
-        expected = self.names[self._written]
-        dtype, shape = self._shapes[expected]
-        missing = math.prod(shape)
+def _contents(
+    shapes: Shapes,
+    tensors: Iterable[Sequence[torch.Tensor]],
+) -> Iterator[bytes | memoryview]:
+    names = file_order(shapes)
+    yield _header(names, shapes)
+    for name, pieces in zip(names, tensors, strict=True):
+        dtype, shape = shapes[name]
+        is_whole = sum(piece.numel() for piece in pieces) == math.prod(shape)
+        if not is_whole or any(piece.dtype != dtype for piece in pieces):
+            raise ValueError(f"expected {name} in {dtype} of shape {list(shape)}, got {pieces}")
         for piece in pieces:
-            if name != expected or piece.dtype != dtype:
-                raise ValueError(f"expected {expected} ({dtype}), got {name} ({piece.dtype})")
-            self._append(tensor_bytes(piece))
-            missing -= piece.numel()
-        if missing:
-            raise ValueError(f"{name} lacks {missing:,} elements of {list(shape)}")
-        self._written += 1
-
-    def _append(self, content: bytes | memoryview) -> None:
-        self._hash.update(content)
-        self._file.write(content)
-
-    def _finish(self) -> None:
-        if self._written < len(self.names):
-            raise ValueError(f"{self.names[self._written]} was not written")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self.digest = self._hash.hexdigest()
+            yield tensor_bytes(piece)
 
 
 def file_order(shapes: Shapes) -> list[str]:
-    """The names in the order in which a file holds them; the same on every rank that knows the same
-    shapes."""
+    """The names in the order in which a file holds them, larger elements first, which aligns each
+    tensor; the same on every rank that knows the same shapes."""
     return sorted(shapes, key=lambda name: (-shapes[name][0].itemsize, name))
+
+
+def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In `dtype` if it is floating. Raises UserError if a number becomes infinite."""
+    if not tensor.is_floating_point():
+        return tensor
+    changed = tensor.to(dtype)
+    if dtype == torch.float16 and not torch.equal(changed.isinf(), tensor.isinf()):
+        raise UserError(f"{name} has a number that is infinite in fp16: use bf16")
+    return changed
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

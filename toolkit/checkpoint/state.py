@@ -7,7 +7,6 @@ to resume is to fill them from it."""
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -160,8 +159,7 @@ class LiveState:
                 if key in _OF_SETTINGS:
                     continue
                 if not isinstance(value, bool | int | float | str | list | tuple | None):
-                    what = f"{self._describe(key, value)} in a group"
-                    raise UserError(f"{what}, which cannot be saved: choose another optimizer")
+                    raise self._unsavable(key, value, "in a group")
                 if key not in self.optimizer.defaults or value != self.optimizer.defaults[key]:
                     changed[key] = value
             groups.append(changed)
@@ -171,62 +169,48 @@ class LiveState:
         is_tensor = isinstance(value, torch.Tensor) and value.dtype in DTYPE_NAMES
         is_number = isinstance(value, bool | int | float)
         if not isinstance(key, str) or "." in key or not (is_tensor or is_number):
-            what = f"{self._describe(key, value)} of {name}"
-            raise UserError(f"{what}, which cannot be saved: choose another optimizer")
+            raise self._unsavable(key, value, f"of {name}")
         if self.sharded and is_tensor and value.dim() and not elementwise:
-            what = f"{self._describe(key, value)} of {name} of shape {list(value.shape)}"
-            remedy = "launch with ddp (accelerate_configs/)"
-            raise UserError(f"{what}, which {self.strategy} cannot save: {remedy}")
+            shape = list(value.shape)
+            raise self._unsavable(key, value, f"of {name} of shape {shape} under {self.strategy}")
 
-    def _describe(self, key: Any, value: Any) -> str:
-        return f"{self.algorithm} has {key} ({type(value).__name__})"
+    def _unsavable(self, key: Any, value: Any, where: str) -> UserError:
+        what = f"{self.algorithm} has {key} ({type(value).__name__}) {where}"
+        return UserError(f"{what}, which cannot be saved: choose another optimizer, or ddp")
 
     def gather(self, shapes: Shapes, fragments: Iterable[Fragment]) -> Iterator[torch.Tensor]:
         """Yields the tensors of a file in its order, one at a time: whole on rank 0, undefined on
         the others. Collective: every rank must exhaust it."""
-        by_name = {each.name: each for each in fragments}
-        ranges = self._ranges_by_rank(by_name)
+        fragments = list(fragments)
+        by_name = {each.name: each.values for each in fragments}
+        owners = self._owners(fragments)
         for name in file_order(shapes):
             dtype, shape = shapes[name]
-            senders = {rank: table[name] for rank, table in enumerate(ranges) if name in table}
-            if senders.pop(0, None) == (0, math.prod(shape)):
-                senders = {}  # rank 0 has all of it
-            if self.rank == 0:
-                yield self._receive(dtype, shape, by_name.get(name), senders)
-                continue
-            if self.rank in senders:
-                values = by_name[name].values.to(self.device, dtype)
-                torch.distributed.send(_bytes(values), 0)
-            yield torch.empty(0)
+            whole = torch.empty(shape if self.rank == 0 else (0,), dtype=dtype, device=self.device)
+            for start, (rank, count) in owners.get(name, {}).items():
+                if self.rank == 0:
+                    part = whole.view(-1).narrow(0, start, count)
+                    if rank == 0:
+                        part.copy_(by_name[name])
+                    else:
+                        torch.distributed.recv(_bytes(part), rank)
+                elif self.rank == rank:
+                    torch.distributed.send(_bytes(by_name[name].to(self.device, dtype)), 0)
+            yield whole
 
-    def _ranges_by_rank(self, by_name: Mapping[str, Fragment]) -> list[dict[str, tuple[int, int]]]:
-        """By rank: name -> (first element, number of elements) of its fragment, if it has any."""
-        ranges = {}
-        for name, fragment in by_name.items():
-            if fragment.values.numel():
-                ranges[name] = (fragment.start, fragment.values.numel())
-        by_rank = [ranges] * self.world
+    def _owners(self, fragments: Iterable[Fragment]) -> dict[str, dict[int, tuple[int, int]]]:
+        """Name -> first element of a fragment -> (rank, number of elements). Of ranks that have the
+        same elements it is the first. Collective."""
+        own = [(each.name, each.start, each.values.numel()) for each in fragments]
+        by_rank = [own] * self.world
         if self.world > 1:
-            torch.distributed.all_gather_object(by_rank, ranges)
-        return by_rank
-
-    def _receive(
-        self,
-        dtype: torch.dtype,
-        shape: tuple[int, ...],
-        fragment: Fragment | None,
-        senders: Mapping[int, tuple[int, int]],
-    ) -> torch.Tensor:
-        """On rank 0: a whole tensor of its own fragment and those of other ranks."""
-        if fragment is not None and not senders:
-            return fragment.values.to(dtype).view(shape)
-        whole = torch.empty(shape, dtype=dtype, device=self.device)
-        flat = whole.view(-1)
-        if fragment is not None:
-            flat.narrow(0, fragment.start, fragment.values.numel()).copy_(fragment.values)
-        for rank, (start, count) in senders.items():
-            torch.distributed.recv(_bytes(flat.narrow(0, start, count)), rank)
-        return whole
+            torch.distributed.all_gather_object(by_rank, own)
+        owners: dict[str, dict[int, tuple[int, int]]] = {}
+        for rank, entries in enumerate(by_rank):
+            for name, start, count in entries:
+                if count:
+                    owners.setdefault(name, {}).setdefault(start, (rank, count))
+        return owners
 
     @torch.no_grad()
     def scatter(
@@ -254,25 +238,34 @@ class LiveState:
         """Replaces the optimizer's state by that of a checkpoint: numbers with their values,
         tensors to be filled by `scatter`. `saved`: the shapes by `KEY.NAME`; `numbers`: the values
         of those without dimensions."""
-        keys = keys_by_parameter(saved)
+        keys = dict.fromkeys(entry.partition(".")[0] for entry in saved)
         for master, names in self.optimizer_tensors():
-            self.optimizer.state.pop(master, None)
-            with_state = [name for name in names if name in keys]
-            if not with_state:
-                continue
             state = {}
-            name = with_state[0]  # the others have the same keys and numbers
-            for key in keys[name]:
-                entry = f"{key}.{name}"
-                dtype, shape = saved[entry]
-                if entry in numbers:
-                    state[key] = self._number(key, numbers[entry], dtype, master.device)
-                elif shape == self._full_shapes[name]:
-                    dtype = master.dtype if dtype.is_floating_point else dtype
-                    state[key] = torch.zeros_like(master.data, dtype=dtype)
-                else:
-                    state[key] = torch.zeros(shape, dtype=dtype, device=master.device)
-            self.optimizer.state[master] = state
+            for key in keys:
+                with_state = [name for name in names if f"{key}.{name}" in saved]
+                if with_state:  # all of them have the same number
+                    state[key] = self._moment(master, key, with_state[0], saved, numbers)
+            self.optimizer.state.pop(master, None)
+            if state:
+                self.optimizer.state[master] = state
+
+    def _moment(
+        self,
+        master: torch.Tensor,
+        key: str,
+        name: str,
+        saved: Shapes,
+        numbers: Mapping[str, Any],
+    ) -> Any:
+        entry = f"{key}.{name}"
+        dtype, shape = saved[entry]
+        if entry in numbers:
+            return self._number(key, numbers[entry], dtype, master.device)
+        if shape != self._full_shapes[name]:
+            return torch.zeros(shape, dtype=dtype, device=master.device)
+        if dtype.is_floating_point:
+            dtype = master.dtype
+        return torch.zeros_like(master.data, dtype=dtype)
 
     def _number(self, key: str, value: Any, dtype: torch.dtype, device: torch.device) -> Any:
         """The number as the optimizer stores it: torch's in a float32 tensor, others in Python."""
@@ -281,29 +274,18 @@ class LiveState:
             return int(value)
         if dtype != torch.float32 and not optimizer.__module__.startswith("torch.optim"):
             return value
-        if key == "step" and not self._steps_on_device():
+        groups = self.optimizer.param_groups
+        # kernels that read the step from the parameter's device
+        on_device = any(group.get("fused") or group.get("capturable") for group in groups)
+        if key == "step" and not on_device:
             device = torch.device("cpu")
         return torch.tensor(float(value), device=device)
-
-    def _steps_on_device(self) -> bool:
-        """Whether the optimizer's kernels read the step from the parameter's device."""
-        groups = self.optimizer.param_groups
-        return any(group.get("fused") or group.get("capturable") for group in groups)
 
     def before_loading(self) -> None:
         """Collective: prepares the parameters for writing into fragments."""
 
     def after_loading(self) -> None:
         """Collective: copies the masters into the model's weights."""
-
-
-def keys_by_parameter(entries: Iterable[str]) -> dict[str, list[str]]:
-    """Parameter -> the keys of its optimizer state, of entries `KEY.NAME`."""
-    keys: dict[str, list[str]] = {}
-    for entry in entries:
-        key, _, name = entry.partition(".")
-        keys.setdefault(name, []).append(key)
-    return keys
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

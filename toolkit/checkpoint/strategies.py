@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ def live_state(accelerator: Accelerator, model: Any, optimizer: Any = None) -> L
     plugin = accelerator.state.deepspeed_plugin
     if plugin is not None:
         strategy = Stage3State if plugin.zero_stage == 3 else FlatState
-        return strategy(module, model.optimizer, model, device)
+        return strategy(module, model, device)
     reshard(module)
     inner = getattr(optimizer, "optimizer", optimizer)
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
@@ -47,17 +48,12 @@ class ZeroState(LiveState):
     GROUPS = ""
     """DeepSpeed's attribute with the parameters in each."""
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        zero: Any,
-        engine: Any,
-        device: torch.device,
-    ) -> None:
-        super().__init__(module, zero.optimizer, device)
-        self.zero, self.engine = zero, engine
-        self.masters = require(zero, self.MASTERS, "deepspeed")
-        self.groups = require(zero, self.GROUPS, "deepspeed")
+    def __init__(self, module: torch.nn.Module, engine: Any, device: torch.device) -> None:
+        super().__init__(module, engine.optimizer.optimizer, device)
+        self.engine = engine
+        self.zero = engine.optimizer
+        self.masters = require(self.zero, self.MASTERS, "deepspeed")
+        self.groups = require(self.zero, self.GROUPS, "deepspeed")
 
     @property
     def strategy(self) -> str:
@@ -76,20 +72,15 @@ class FlatState(ZeroState):
     MASTERS = "single_partition_of_fp32_groups"
     GROUPS = "round_robin_bit16_groups"
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        zero: Any,
-        engine: Any,
-        device: torch.device,
-    ) -> None:
-        super().__init__(module, zero, engine, device)
-        self._offsets: dict[int, tuple[int, int]] = {}
+    @functools.cached_property
+    def _offsets(self) -> dict[int, tuple[int, int]]:
         """id of a parameter -> (group, its first element in the group's flat buffer)."""
-        offsets_by_group = require(zero, "round_robin_bit16_offsets", "deepspeed")
+        by_parameter = {}
+        offsets_by_group = require(self.zero, "round_robin_bit16_offsets", "deepspeed")
         for number, offsets in enumerate(offsets_by_group):
             for parameter, offset in zip(self.groups[number], offsets, strict=True):
-                self._offsets[id(parameter)] = (number, offset)
+                by_parameter[id(parameter)] = (number, offset)
+        return by_parameter
 
     def place(self, parameter: Any) -> Place | None:
         if not parameter.numel():

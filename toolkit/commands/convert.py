@@ -34,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="only the tensors NAME.*, renamed without NAME.",
     )
-    add("--merge_lora", action="store_true", help="merge the adapter into the base model")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -45,11 +44,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError("pass the folder to create: toolkit convert CHECKPOINT OUT")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: removes the draft
     settings = ConvertSettings(
-        arguments.dtype,
-        arguments.config_from,
-        arguments.base_model,
-        arguments.prefix,
-        arguments.merge_lora,
+        arguments.dtype, arguments.config_from, arguments.base_model, arguments.prefix
     )
     print("\n".join(convert(arguments.checkpoint, arguments.out, settings)))
 

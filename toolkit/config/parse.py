@@ -82,11 +82,6 @@ def fields_of(section: type) -> dict[str, Any]:
     return fields
 
 
-def has_section(settings_class: type, section: type) -> bool:
-    """Whether a settings class has this section or a subclass of it."""
-    return any(issubclass(each, section) for each in _declared_sections(settings_class).values())
-
-
 def section_in(settings: Any, section: type[Section]) -> Section:
     """The section of this class in a recipe's settings, or one with default values."""
     for value in vars(settings).values():

@@ -139,7 +139,6 @@ class ObjectiveSettings:
         if values.get("focal_gamma") is not None and values.get("loss") != "focal":
             yield "--focal_gamma has no effect without --loss focal"
         for name in ("r_drop_alpha", "fgm_epsilon"):
-            yield from conflict(values, name, "teacher", "its second pass has no teacher")
             if values.get(name) is not None and values.get("per_device_batch_size") == "auto":
                 yield f"--per_device_batch_size auto measures one pass, and --{name} takes two"
 

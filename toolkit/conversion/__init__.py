@@ -6,7 +6,7 @@
     distributed   folders of torch.distributed.checkpoint, such as FSDP's
     torch_files   files of torch.save, mapped and not executed; their checksums
     model_class   the names and shapes that the config's class has today
-    lora          adapters, written as such or merged layer by layer by peft
+    lora          adapters, merged layer by layer by peft
     stored        what all of these hand on: tensors that are read one at a time
     write         safetensors files, config and tokenizer
 

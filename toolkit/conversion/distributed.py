@@ -1,8 +1,7 @@
 """Folders of torch.distributed.checkpoint: FSDP's sharded state, and any other.
 
 `.metadata` is a pickle that lists the chunks of each tensor; a chunk is a small file of torch.save
-within one of the `__RANK_N.distcp` files. Only the classes of that list are unpickled, and in
-Python: the faster unpickler in C allocates as much as a damaged byte says.
+within one of the `__RANK_N.distcp` files. Only the classes of that list are unpickled.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint import metadata
 
 from toolkit.conversion.stored import Checkpoint, Stored, model_states
 from toolkit.conversion.torch_files import unpickle
-from toolkit.errors import UserError, first_line, listing
+from toolkit.errors import UserError, first_line
 
 _CLASSES = {
     "torch.Size",
@@ -36,7 +35,7 @@ _CLASSES = {
 }
 
 
-class _Unpickler(pickle._Unpickler):
+class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name == "PosixPath":  # its module depends on the version of Python
             return Path
@@ -47,29 +46,19 @@ class _Unpickler(pickle._Unpickler):
 
 
 def open_distributed(path: Path, folder: Path) -> Checkpoint:
-    """`path`: as the user named it. Raises UserError if a file is missing or damaged, or would
+    """`path`: as the user named it. Raises UserError if its list of tensors is damaged, or would
     execute code."""
-    listing_file = folder / ".metadata"
+    list_file = folder / ".metadata"
     try:
-        with listing_file.open("rb") as file:
-            listed = _Unpickler(file).load()
-        files = {info.relative_path for info in listed.storage_data.values()}
-        places = _stored_tensors(folder, listed)
-    except OSError as error:
-        raise UserError(f"cannot read {listing_file}: {error.strerror}; copy it again") from None
+        with list_file.open("rb") as file:
+            places = _stored_tensors(folder, _Unpickler(file).load())
     except Exception as error:
         fault = first_line(error)
-        raise UserError(f"{listing_file} is damaged: {fault}; copy it again") from None
-    if missing := sorted(name for name in files if not (folder / name).is_file()):
-        raise UserError(f"{folder} lacks {listing(missing)}: copy it again, from each machine")
-    tensors = model_states(places, _is_weight)
+        raise UserError(f"{list_file} is damaged: {fault}; copy it again") from None
+    tensors = model_states(places)
     if not tensors:
-        raise UserError(f"{listing_file} lists no tensors of a model")
+        raise UserError(f"{list_file} lists no tensors of a model")
     return Checkpoint(path, tensors)
-
-
-def _is_weight(tensor: Stored) -> bool:
-    return tensor.dtype.is_floating_point and bool(tensor.shape)
 
 
 def _stored_tensors(folder: Path, listed: metadata.Metadata) -> dict[tuple[Any, ...], Stored]:

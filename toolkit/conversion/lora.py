@@ -1,4 +1,4 @@
-"""LoRA's parameters by name, and adapters merged by peft, one layer at a time.
+"""LoRA's parameters by name; peft merges them, one layer at a time.
 
 A live model has, under `base_model.model.`,
 
@@ -24,7 +24,6 @@ import torch
 from toolkit.conversion.model_class import ModelClass
 from toolkit.conversion.stored import Checkpoint, Stored
 from toolkit.errors import UserError, listing
-from toolkit.utils.files import read_table
 
 ADAPTER_CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
@@ -33,23 +32,9 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of `init_lora_weights` that change the base model's weights too."""
 
 
-def adapter_tensors(checkpoint: Checkpoint, config: Path) -> dict[str, Stored]:
-    """What peft's adapter_model.safetensors holds. Raises UserError if other parameters were
-    trained."""
-    biases = {"all": ".bias", "lora_only": ".base_layer.bias"}
-    bias = biases.get(str(read_table(config, {}).get("bias")), "\n")
-    tensors = {}
-    others = []
-    for name, tensor in checkpoint.tensors.items():
-        is_bias = name.endswith(bias) and ".original_module." not in name
-        if ".lora_" in name or _TRAINED_HEAD in name or is_bias:
-            tensors[_saved_name(name)] = tensor
-        else:
-            others.append(name)
-    if others and checkpoint.excluded:  # without what is frozen, all of it was trained
-        fault = f"{listing(others, 3)} was trained and is not part of the adapter"
-        raise UserError(f"{checkpoint.path}: {fault}: pass --merge_lora")
-    return tensors
+def is_adapted(checkpoint: Checkpoint) -> bool:
+    """Whether it has an adapter of peft, of whatever kind."""
+    return any(".lora_" in name or name.startswith(PREFIX) for name in checkpoint.tensors)
 
 
 def _saved_name(name: str) -> str:
@@ -70,48 +55,58 @@ def without_lora(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def merged_layers(
-    checkpoint: Checkpoint, config: Path, model: ModelClass, weights: Mapping[str, Stored]
+    checkpoint: Checkpoint,
+    folder: Path | None,
+    model: ModelClass,
+    weights: Mapping[str, Stored],
 ) -> dict[str, Stored]:
     """The parameters of all layers with LoRA, each of which peft merges when it is read.
 
-    `weights`: the model's without LoRA, by the class's names. Raises UserError if the checkpoint
-    does not have the parameters that the adapter's config promises.
+    `folder`: of the adapter's config. `weights`: the model's without LoRA, by the class's names.
+    Raises UserError if the checkpoint does not have the parameters that the config promises.
     """
-    import peft
-    from peft.tuners.lora import LoraLayer
-
-    settings: Any = peft.PeftConfig.from_pretrained(str(config.parent))
-    start = str(getattr(settings, "init_lora_weights", "")).lower()
-    if start.startswith(_CHANGES_BASE):
-        raise UserError(f"{config}: {start} changes the base model's weights: merge it with peft")
-    settings.init_lora_weights = False  # nothing to compute on the meta device
-    available = dict(weights)
+    if folder is None:
+        remedy = "pass the folder that has it as --config_from"
+        raise UserError(f"{checkpoint.path} has no {ADAPTER_CONFIG}: {remedy}")
+    added = {}
     for name, tensor in checkpoint.tensors.items():
         if ".lora_" in name:
-            available[_saved_name(name).removeprefix(PREFIX)] = tensor
-    unused = available.keys() - weights.keys()
-    injected = copy.deepcopy(model.model)
-    peft.inject_adapter_in_model(settings, injected, low_cpu_mem_usage=True)
+            added[_saved_name(name).removeprefix(PREFIX)] = tensor
+    available = {**weights, **added}
     merged: dict[str, Stored] = {}
-    for path, layer in injected.named_modules():
-        if not isinstance(layer, LoraLayer):
-            continue
+    for path, layer in _lora_layers(folder, model).items():
         state: dict[str, Stored] = {}
         for name, parameter in layer.named_parameters():
             saved_name = _saved_name(f"{path}.{name}".replace(".base_layer.", "."))
             shape = tuple(parameter.shape)
             if saved_name not in available or available[saved_name].shape != shape:
                 missing = f"{saved_name} of shape {list(shape)}"
-                raise UserError(f"{checkpoint.path} lacks {missing}, which {config} promises")
+                raise UserError(f"{checkpoint.path} lacks {missing}, which {folder} promises")
             state[name] = available[saved_name]
-            unused.discard(saved_name)
+            added.pop(saved_name, None)
         for name, parameter in layer.get_base_layer().named_parameters():
             read = functools.partial(_merge, layer, state, name)
             merged[f"{path}.{name}"] = Stored(tuple(parameter.shape), torch.float32, read)
-    if unused:
-        names = listing(sorted(unused), 3)
-        raise UserError(f"{checkpoint.path} has {names}, which {config} does not promise")
+    if added:
+        names = listing(sorted(added), 3)
+        raise UserError(f"{checkpoint.path} has {names}, which {folder} does not promise")
     return merged
+
+
+def _lora_layers(folder: Path, model: ModelClass) -> dict[str, Any]:
+    """The layers to which peft adds LoRA, by their names, on the meta device."""
+    import peft
+    from peft.tuners.lora import LoraLayer
+
+    config: Any = peft.PeftConfig.from_pretrained(str(folder))
+    start = str(getattr(config, "init_lora_weights", "")).lower()
+    if start.startswith(_CHANGES_BASE):
+        raise UserError(f"{folder}: {start} changes the base model's weights: merge it with peft")
+    config.init_lora_weights = False  # nothing to compute on the meta device
+    adapted = copy.deepcopy(model.model)
+    peft.inject_adapter_in_model(config, adapted, low_cpu_mem_usage=True)
+    layers = adapted.named_modules()
+    return {name: layer for name, layer in layers if isinstance(layer, LoraLayer)}
 
 
 def _merge(layer: Any, state: Mapping[str, Stored], name: str) -> list[torch.Tensor]:

@@ -12,22 +12,24 @@ import torch
 
 from toolkit.conversion.stored import Checkpoint, Stored
 from toolkit.errors import Faults, UserError, first_line, listing
+from toolkit.utils.files import read_table
 
 CONFIG = "config.json"
 # of BERT's first checkpoints, such as bert-base-chinese; `from_pretrained` renames them, too
 _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
-def model_class(config: Mapping[str, Any], path: Path) -> ModelClass | None:
-    """None for a class that is not of transformers. Raises UserError for a config that it cannot
-    build."""
+def model_class(path: Path) -> ModelClass | None:
+    """None if the config's class is not of transformers. Raises UserError for a config that it
+    cannot build."""
     import transformers
 
+    config = read_table(path, {})
     kind = getattr(transformers, (config.get("architectures") or [""])[0], None)
     if kind is None or config.get("model_type") not in transformers.CONFIG_MAPPING:
         return None
     try:
-        settings = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+        settings = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
         with torch.device("meta"):
             return ModelClass(kind(settings), path)
     except Exception as error:
@@ -60,16 +62,12 @@ class ModelClass:
         """A checkpoint's tensors by this class's names, as far as it has them, tied ones once.
 
         A missing or superfluous prefix of the base model (`bert.`) and old names are corrected, as
-        by `from_pretrained`. A `model.` or `net.` of a module around the model is removed if all names
-        begin with it.
-        """
-        old = new = list(checkpoint.tensors)
-        fits = [self._known_name(name) for name in new]
-        while len({name.partition(".")[0] for name in new}) == 1 and "." in new[0]:
-            new = [name.partition(".")[2] for name in new]
-            shorter = [self._known_name(name) for name in new]
-            fits = max(fits, shorter, key=lambda names: len(self.shapes.keys() & names))
-        return self._untied(dict(checkpoint.renamed(dict(zip(old, fits, strict=True))).tensors))
+        by `from_pretrained`. If the class has none of the names, the first part of each is removed:
+        `model.` of a LightningModule, say."""
+        names = {name: self._known_name(name) for name in checkpoint.tensors}
+        if not self.shapes.keys() & names.values():
+            names = {name: self._known_name(name.partition(".")[2] or name) for name in names}
+        return self._untied(dict(checkpoint.renamed(names).tensors))
 
     def _known_name(self, name: str) -> str:
         """The class's name, which may have the prefix of the base model, or lack it."""
@@ -92,13 +90,13 @@ class ModelClass:
                     del tensors[name]
         return tensors
 
-    def check(self, tensors: Mapping[str, Stored], where: Path) -> None:
+    def check(self, tensors: Mapping[str, Stored], where: str) -> None:
         """Raises UserError naming all tensors that are missing, unknown or of another shape."""
         faults = Faults()
         lacks = self.lacks(tensors)
         unknown = [name for name in tensors if name not in self.shapes]
         if lacks:
-            remedy = "if they were frozen and left out, pass their folder as --base_model"
+            remedy = "if they were frozen, pass the base model as --base_model"
             faults.add(f"{where} lacks {listing(lacks, 5)}, which {self.promise} has: {remedy}")
         if unknown:
             remedy = "for a part: --prefix NAME"

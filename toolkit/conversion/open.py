@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from toolkit.checkpoint.safetensors_writer import DTYPE_NAMES
+from toolkit.checkpoint.safetensors_writer import DTYPES_BY_NAME
 from toolkit.conversion.deepspeed import find_tag_folder, is_tag_folder, open_deepspeed
-from toolkit.conversion.model_class import CONFIG
 from toolkit.conversion.stored import Check, Checkpoint, Stored
 from toolkit.conversion.torch_files import open_torch_file
 from toolkit.errors import UserError, listing
@@ -29,7 +28,6 @@ _MODEL_FILES = (
     "pytorch_model_fsdp.bin", "model.safetensors", "pytorch_model.bin",
     "adapter_model.safetensors", "adapter_model.bin",
 )  # fmt: skip
-_DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -45,26 +43,18 @@ def open_checkpoint(path: Path) -> Checkpoint:
         UserError: `path` is none of these, or a file is missing, damaged, of another save, or would
             execute code.
     """
-    checkpoint = _open(path)
-    for folder in (path, path.parent):
-        if checkpoint.model_folder is None and (folder / CONFIG).is_file():
-            return replace(checkpoint, model_folder=folder)
-    return checkpoint
-
-
-def _open(path: Path) -> Checkpoint:
     if not path.exists():
         raise UserError(f"{path} does not exist; expected {_EXPECTED}")
     if path.is_file():
         return _open_file(path)
-    if run := _run_checkpoint(path):
+    run = _run_checkpoint(path)
+    if run is not None:
         return _open_run(path, run)
-    if is_tag_folder(path):
-        return open_deepspeed(path, path)
-    if tag := find_tag_folder(path):
+    tag = find_tag_folder(path)
+    if tag is not None:
         return open_deepspeed(path, tag)
     for folder in (path, path / "pytorch_model_fsdp_0"):
-        if (folder / ".metadata").is_file() or any(folder.glob("*.distcp")):
+        if (folder / ".metadata").is_file():
             from toolkit.conversion.distributed import open_distributed  # takes a second
 
             return open_distributed(path, folder)
@@ -81,8 +71,10 @@ def _open(path: Path) -> Checkpoint:
 def _run_checkpoint(path: Path) -> Path | None:
     """The folder of a run's checkpoint that `path` is, or the newest that it has."""
     steps = sorted([*path.glob("step-*"), *path.glob("checkpoints/step-*")], reverse=True)
-    choices = [path, path / "last", path / "checkpoints" / "last", *steps]
-    return next((folder for folder in choices if (folder / STATE).is_file()), None)
+    for folder in (path, path / "last", path / "checkpoints" / "last", *steps):
+        if (folder / STATE).is_file():
+            return folder
+    return None
 
 
 def _open_run(path: Path, folder: Path) -> Checkpoint:
@@ -95,6 +87,10 @@ def _open_run(path: Path, folder: Path) -> Checkpoint:
         moments = _safetensors(folder / folders.OPTIMIZER_FILE)
         tensors |= {name: moments[f"ema.{name}"] for name in tensors if f"ema.{name}" in moments}
 
+    base_model = ""
+    if state["excluded"]:
+        base_model = state["base_model"] or "the recipe's"
+
     def check() -> None:
         if fault := folders.find_fault(folder):
             raise UserError(f"{fault}; copy {folder} again, or take another checkpoint")
@@ -104,9 +100,7 @@ def _open_run(path: Path, folder: Path) -> Checkpoint:
         tensors=tensors,
         step=state["step"],
         model_folder=folder / "model",
-        excluded=state["excluded"],
-        base_model=str(state["base_model"] or ""),
-        base_identity=state["identity"]["model"],
+        base_model=base_model,
         checks=(check,),
     )
 
@@ -116,7 +110,7 @@ def _open_run(path: Path, folder: Path) -> Checkpoint:
 
 def _open_file(path: Path) -> Checkpoint:
     """A file that is a whole model's state."""
-    is_shard = re.search(r"-\d{5}-of-\d{5}\.|\.distcp$", path.name)
+    is_shard = re.search(r"-of-\d{5}\.|\.distcp$", path.name)
     if is_shard or is_tag_folder(path.parent) or (path.parent / STATE).is_file():
         raise UserError(f"{path} is not a complete checkpoint: name its folder, {path.parent}")
     return _open_state(path)
@@ -130,19 +124,22 @@ def _open_state(path: Path) -> Checkpoint:
 
 def _open_model(folder: Path, name: str) -> Checkpoint:
     """One file, or several with an index. Raises UserError if a file or a weight is missing."""
-    if (second := folder / name.replace(".", "_1.", 1)).is_file():
+    second = folder / name.replace(".", "_1.", 1)
+    if second.is_file():
         raise UserError(f"{folder} has several models (also {second.name}): name a file")
-    weight_map: dict[str, str] = {}
-    if not (folder / name).is_file():
-        weight_map = read_table(folder / f"{name}.index.json", {})["weight_map"]
+    if (folder / name).is_file():
+        return replace(_open_state(folder / name), path=folder)
+    weight_map = read_table(folder / f"{name}.index.json", {})["weight_map"]
     tensors: dict[str, Stored] = {}
     checks: list[Check] = []
-    for file in sorted(set(weight_map.values())) or [name]:
+    for file in sorted(set(weight_map.values())):
         state = _open_state(folder / file)
         tensors |= state.tensors
         checks += state.checks
-    if lacks := [name for name in weight_map if name not in tensors]:
-        raise UserError(f"{folder} lacks {listing(lacks)}, which its index names: copy it again")
+    missing = weight_map.keys() - tensors.keys()
+    if missing:
+        names = listing(sorted(missing))
+        raise UserError(f"{folder} lacks {names}, which its index names: copy it again")
     return Checkpoint(folder, tensors, checks=tuple(checks))
 
 
@@ -154,13 +151,13 @@ def _safetensors(path: Path) -> dict[str, Stored]:
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path} is missing or damaged: {error}; copy it again") from None
     tensors = {}
-    for name in file.keys():  # noqa: SIM118 (not a dict)
+    for name in list(file.keys()):
         header = file.get_slice(name)
         kind = header.get_dtype()
-        if kind not in _DTYPES:
+        if kind not in DTYPES_BY_NAME:
             raise UserError(f"{path}: {name} has the dtype {kind}, which cannot be converted")
         read = functools.partial(_read, file, name)
-        tensors[name] = Stored(tuple(header.get_shape()), _DTYPES[kind], read)
+        tensors[name] = Stored(tuple(header.get_shape()), DTYPES_BY_NAME[kind], read)
     return tensors
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +12,7 @@ import torch
 
 from toolkit.errors import UserError, listing
 
-T = TypeVar("T")
+T = TypeVar("T", "Stored", torch.Tensor)
 Check = Callable[[], None]
 """Reads a part of a checkpoint. Raises UserError if it is damaged."""
 # of DDP, torch.compile, FSDP, activation checkpointing and Lightning's strategies
@@ -47,12 +46,8 @@ class Checkpoint:
     step: int | None = None
     model_folder: Path | None = None
     """The folder with the model's config, if the checkpoint has one."""
-    excluded: Mapping[str, list[int]] = field(default_factory=dict)
-    """Shapes of the frozen parameters that were left out, by name."""
     base_model: str = ""
-    """The model from which those come: a folder, or a name on the hub."""
-    base_identity: str = ""
-    """Its digest when it was a folder."""
+    """The name of the model whose frozen parameters were left out; empty if none were."""
     checks: tuple[Check, ...] = ()
 
     def renamed(self, names: Mapping[str, str]) -> Checkpoint:
@@ -60,7 +55,9 @@ class Checkpoint:
         one."""
         tensors = {new: self.tensors[old] for old, new in names.items()}
         if len(tensors) < len(names):
-            raise UserError(f"{self.path} has tensors that would get the same name")
+            raise UserError(
+                f"{self.path} has tensors that would get the same name; for a part: --prefix NAME"
+            )
         return replace(self, tensors=tensors)
 
     def select(self, prefix: str) -> Checkpoint:
@@ -77,23 +74,23 @@ class Checkpoint:
         return self.renamed(names)
 
 
-def model_states(
-    values: Mapping[tuple[Any, ...], T], is_weight: Callable[[T], bool]
-) -> dict[str, T]:  # fmt: skip
-    """Finds the model's state in nested dicts: a dict that has weights in it, and is no
-    optimizer's.
+def model_states(values: Mapping[tuple[Any, ...], T]) -> dict[str, T]:
+    """The model's state in nested dicts: what is in the innermost dict that has all weights, those
+    of optimizers aside. Several models in it keep the keys of theirs as prefixes.
 
-    `values`: by their keys from the outermost dict to the innermost. Returns the values of that
-    dict by name; of several dicts under names that begin with the keys of theirs.
-    """
-    states: dict[tuple[Any, ...], dict[str, T]] = defaultdict(dict)
+    `values`: by their keys from the outermost dict to the innermost. Returns them by name."""
+    state = {}
     for keys, value in values.items():
         if all(isinstance(key, str) and not key.startswith("optim") for key in keys):
-            states[keys[:-1]][keys[-1]] = value
-    models = {keys: state for keys, state in states.items() if any(map(is_weight, state.values()))}
-    if len(models) == 1:
-        return models.popitem()[1]
-    every: dict[str, T] = {}
-    for keys, state in models.items():
-        every |= {".".join((*keys, name)): value for name, value in state.items()}
-    return every
+            state[keys] = value
+    weights = []
+    for keys, value in state.items():
+        if value.dtype.is_floating_point and value.shape:
+            weights.append(keys[:-1])
+    if not weights:
+        return {}
+    outer = weights[0]
+    while any(keys[: len(outer)] != outer for keys in weights):
+        outer = outer[:-1]
+    depth = len(outer)
+    return {".".join(keys[depth:]): each for keys, each in state.items() if keys[:depth] == outer}

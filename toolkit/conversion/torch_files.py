@@ -30,17 +30,12 @@ class _StandIn:
     def __setstate__(self, state: object) -> None: ...
 
 
-def _same(value: Any) -> Any:
-    """For an enum."""
-    return value
-
-
 _STAND_INS: Mapping[str, Any] = {
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": _StandIn,
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": _StandIn,
     "deepspeed.utils.tensor_fragment.fragment_address": _StandIn,
-    "deepspeed.runtime.zero.config.ZeroStageEnum": _same,
-    "torch.torch_version.TorchVersion": str,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": _StandIn,
+    "torch.torch_version.TorchVersion": _StandIn,
     # in Lightning's hyper_parameters, and what loops save beside the weights
     "lightning.fabric.utilities.data.AttributeDict": OrderedDict,
     "lightning_fabric.utilities.data.AttributeDict": OrderedDict,
@@ -68,13 +63,12 @@ def load(path: Path) -> Any:
     try:
         refuse_lfs_pointer(path)
         is_zip = zipfile.is_zipfile(path)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; copy it again") from None
-    try:
         if is_zip:
             with zipfile.ZipFile(path) as file:
                 file.read(next(name for name in file.namelist() if name.endswith("/data.pkl")))
         return unpickle(path, mmap=is_zip)
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(f"{path}: {_fault(error)}") from None
 
@@ -82,7 +76,7 @@ def load(path: Path) -> Any:
 def _fault(error: Exception) -> str:
     _, is_global, rest = str(error).partition("GLOBAL ")
     if not is_global:
-        return f"damaged, or not a file of torch.save ({first_line(error)})"
+        return f"missing, damaged, or not a file of torch.save ({first_line(error)}): copy it again"
     return (
         f"it needs {rest.split()[0]}, which no weights need: nothing was executed. If you trust "
         "the file, load it yourself and save the weights alone: torch.save(model.state_dict(), …)"
@@ -96,8 +90,12 @@ def check_tensors(path: Path, tensors: Iterable[torch.Tensor]) -> None:
         return
     with zipfile.ZipFile(path) as file:
         known = {(entry.file_size, entry.CRC) for entry in file.infolist()}
-    storages = [tensor.untyped_storage() for tensor in tensors if tensor.numel()]
-    for storage in {storage.data_ptr(): storage for storage in storages}.values():
+    storages = {}
+    for tensor in tensors:
+        if tensor.numel():
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage
+    for storage in storages.values():
         content: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
         if (storage.nbytes(), zlib.crc32(content)) not in known:
             fault = f"{storage.nbytes():,} bytes have a wrong checksum"
@@ -108,7 +106,7 @@ def open_torch_file(path: Path) -> Checkpoint:
     """A state dict, or nested dicts with one or several, as Lightning's `.ckpt`. Raises
     UserError."""
     content = load(path)
-    tensors = model_states(dict(flattened((), content)), _is_weight)
+    tensors = model_states(dict(flattened((), content)))
     if not tensors:
         raise UserError(f"{path} has no named tensors: it is not a model's state")
     check = functools.partial(check_tensors, path, list(tensors.values()))
@@ -123,10 +121,6 @@ def flattened(keys: tuple[object, ...], value: Any) -> Iterator[tuple[Any, torch
             yield from flattened((*keys, key), inner)
     elif isinstance(value, torch.Tensor) and keys:
         yield keys, value.detach()
-
-
-def _is_weight(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.dim() > 0
 
 
 def stored(tensors: Mapping[str, torch.Tensor]) -> dict[str, Stored]:

@@ -1,8 +1,9 @@
-"""Imbalanced classes: their rows, their weights in the loss and how often their rows are sampled."""
+"""Imbalanced classes: their rows, their weights in the loss and how often their rows are
+sampled."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -13,7 +14,8 @@ from toolkit.data.tokens import Split
 from toolkit.errors import Faults, did_you_mean, listing
 
 _BETA = 0.999
-"""Of Cui et al. 2019, "Class-Balanced Loss Based on Effective Number of Samples", for large sets."""
+"""Of Cui et al. 2019, "Class-Balanced Loss Based on Effective Number of Samples", for large
+sets."""
 _IMBALANCE = 3.0
 _RARE_SHARE = 0.1
 _MAX_LISTED = 8
@@ -41,43 +43,43 @@ def weigh_classes(
     balanced = Balanced(dict(splits))
     if labels.problem_type == REGRESSION:
         return balanced
-    train = splits["train"]
-    counts = _class_counts(labels, train)
-    notes = balanced.notes
-    notes.append(f"rows of each class in train: {_listed(labels, counts, counts, '{:d}')}")
-    notes.extend(similar_names(labels.names))
-    for name, split in splits.items():
-        missing = np.flatnonzero(_class_counts(labels, split) == 0)
-        if name != "train" and len(missing):
-            classes = listing(labels.names[place] for place in missing)
-            notes.append(f"{name} has no row of {classes}: that counts as an F1 of 0 in f1_macro")
+    counts = _class_counts(labels, splits["train"])
+    balanced.notes.extend(_notes_on_classes(splits, labels, counts))
     if objective.class_weights:
         weights = _class_weights(objective.class_weights, counts, labels.names)
         per_class = weights.astype(np.float32)
         for name, split in splits.items():
             balanced.splits[name] = replace(split, weights=per_class[split.labels])
         line = _listed(labels, counts, weights, "{:.3g}")
-        notes.append(f"class weights of the loss (--class_weights): {line}")
+        balanced.notes.append(f"class weights of the loss (--class_weights): {line}")
+    train = balanced.splits["train"]
     if objective.pos_weight:
         weights = _positive_weights(objective.pos_weight, counts, len(train), labels.names)
         balanced.pos_weight = weights.astype(np.float32)
         line = _listed(labels, counts, weights, "{:.3g}")
-        notes.append(f"weights of positive labels (--pos_weight): {line}")
+        balanced.notes.append(f"weights of positive labels (--pos_weight): {line}")
     if objective.sampling:
         shares = _sampling_shares(objective.sampling, counts)
         probabilities = (shares / np.maximum(counts, 1))[train.labels]
-        weighed = balanced.splits["train"]
-        balanced.splits["train"] = replace(weighed, sampling_probabilities=probabilities)
+        balanced.splits["train"] = replace(train, sampling_probabilities=probabilities)
         line = _listed(labels, counts, 100 * shares, "{:.3g}")
-        notes.append(f"classes of an epoch's rows, in % (--sampling): {line}")
-    if objective.class_weights and objective.sampling == "balanced":
-        notes.append(
-            "--class_weights and --sampling balanced both raise the rare classes: one is usual"
-        )
+        balanced.notes.append(f"classes of an epoch's rows, in % (--sampling): {line}")
     compensations = (objective.class_weights, objective.pos_weight, objective.sampling)
     if not any(compensations) and objective.loss != "focal":
         balanced.advice = _advice(counts, len(train), labels)
     return balanced
+
+
+def _notes_on_classes(
+    splits: Mapping[str, Split], labels: Labels, counts: np.ndarray
+) -> Iterator[str]:
+    yield f"rows of each class in train: {_listed(labels, counts, counts, '{:d}')}"
+    yield from similar_names(labels.names)
+    for name, split in splits.items():
+        missing = np.flatnonzero(_class_counts(labels, split) == 0)
+        if name != "train" and len(missing):
+            classes = listing(labels.names[place] for place in missing)
+            yield f"{name} has no row of {classes}: that counts as an F1 of 0 in f1_macro"
 
 
 def _check_objective(labels: Labels, objective: ObjectiveSettings) -> None:
@@ -187,7 +189,10 @@ def _advice(counts: np.ndarray, rows: int, labels: Labels) -> str:
         if most < _IMBALANCE * least:
             return ""
         often = labels.names[int(counts.argmax())]
-        fault = f"the classes are imbalanced: {often} has {most / least:.3g} times as many rows as {rarest}"
+        fault = (
+            f"the classes are imbalanced: {often} has {most / least:.3g} times as many rows "
+            f"as {rarest}"
+        )
         remedy = "--class_weights balanced, --sampling balanced or --loss focal make"
     return (
         f"{fault}; {remedy} the rare ones count, and f1_macro shows them (docs/uneven-classes.md)"
@@ -203,5 +208,6 @@ def similar_names(names: Sequence[str]) -> list[str]:
     if not groups:
         return []
     return [
-        f"classes with almost the same name: {listing(groups)}; if they are one, write it in one way"
+        f"classes with almost the same name: {listing(groups)}; if they are one, write it in "
+        "one way"
     ]

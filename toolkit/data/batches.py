@@ -1,17 +1,19 @@
-"""Sampling and collating: an epoch's samples -> global batches -> each rank's micro-batches -> tensors.
+"""Sampling and collating: an epoch's samples -> global batches -> each rank's micro-batches ->
+tensors.
 
-1. `GlobalBatches`: the samples of each optimizer step, from the seed, the epoch and the lengths of the texts only.
-2. `micro_batches`: a global batch, or the split of an evaluation, divided among ranks. The world size does not change
-   the sum of the losses.
-3. `Collator`: a micro-batch as padded tensors on the device; `Prefetcher` makes the next one while one is computed.
-"""
+1. `GlobalBatches`: the samples of each optimizer step, from the seed, the epoch and the lengths of
+   the texts only.
+2. `micro_batches`: a global batch, or the split of an evaluation, divided among ranks. The world
+   size does not change the sum of the losses.
+3. `Collator`: a micro-batch as padded tensors on the device; `Prefetcher` makes the next one while
+   one is computed."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,17 +23,17 @@ import torch
 from toolkit.data.tokens import LengthBuckets, Split
 from toolkit.errors import UserError
 
-# samples are sorted by length within windows of this many global batches, as in transformers' Trainer: little padding,
-# and another order in each epoch
 _WINDOW_BATCHES = 50
+"""Samples are sorted by length within windows of this many global batches, as in transformers'
+Trainer: little padding, and another order in each epoch."""
 _GPU_MULTIPLE = 8  # sizes for which matrix products on GPUs are faster
 IGNORED = -100
 """The label of tokens without a loss, as in torch and transformers."""
 
 
 class Inputs(dict[str, torch.Tensor]):
-    """What the model gets. `inputs["attention_mask"]` are ones where nothing is padded, which the model needs no mask
-    for: a recipe may pool with it."""
+    """What the model gets. `inputs["attention_mask"]` are ones where nothing is padded, which the
+    model needs no mask for: a recipe may pool with it."""
 
     def __missing__(self, name: str) -> torch.Tensor:
         if name != "attention_mask":
@@ -44,7 +46,8 @@ class Batch:
     """One micro-batch on its device; padding samples have weight 0 and id -1."""
 
     inputs: dict[str, torch.Tensor]
-    """(B, S) int64: `input_ids`; `attention_mask` if anything is padded (`Inputs`); `token_type_ids` of pairs."""
+    """(B, S) int64: `input_ids`; `attention_mask` if anything is padded (`Inputs`);
+    `token_type_ids` of pairs."""
     labels: torch.Tensor
     """(B,) int64, (B, classes) float32 or (B,) float32; of tokens (B, T) int64."""
     weights: torch.Tensor
@@ -58,14 +61,14 @@ class Batch:
     columns: dict[str, torch.Tensor] = field(default_factory=dict, kw_only=True)
     """Name -> (B, ...): of `Split.columns`."""
     token_samples: torch.Tensor | None = field(default=None, kw_only=True)
-    """(R, S) int64, if a row of `input_ids` (R, S) holds several samples: the sample of each token, B or more for
-    padding; None: row i is sample i."""
+    """(R, S) int64, if a row of `input_ids` (R, S) holds several samples: the sample of each token,
+    B or more for padding; None: row i is sample i."""
 
 
 class GlobalBatches(Sequence[np.ndarray]):
-    """Sample indices of each global batch of an epoch: every sample once, or as many draws with replacement by
-    `probabilities` (samples,). The last batch may be smaller. Batches are sorted when they are indexed, so that an
-    epoch of many samples starts immediately."""
+    """Sample indices of each global batch of an epoch: every sample once, or as many draws with
+    replacement by `probabilities` (samples,). The last batch may be smaller. Batches are sorted
+    when they are indexed, so that an epoch of many samples starts immediately."""
 
     def __init__(
         self,
@@ -76,20 +79,25 @@ class GlobalBatches(Sequence[np.ndarray]):
         group_by_length: bool = True,
         probabilities: np.ndarray | None = None,
     ) -> None:
-        generator, count = np.random.default_rng([seed, epoch]), len(lengths)
+        generator = np.random.default_rng([seed, epoch])
+        count = len(lengths)
         if probabilities is None:  # the order of `generator.permutation`, in half the memory
-            self._order = np.arange(count, dtype=np.int32 if count <= 2**31 else np.int64)
+            self._order: np.ndarray = np.arange(count, dtype=np.int32)
             generator.shuffle(self._order)
         else:
             self._order = generator.choice(count, count, p=probabilities)
-        self._lengths, self._size, self._by_length = lengths, global_batch_size, group_by_length
-        # smaller windows for small sets, or every epoch would be one sorted list
-        self._window = global_batch_size * max(
-            1, min(count // (global_batch_size * 4), _WINDOW_BATCHES)
-        )
-        self._sorted: set[int] = set()
+        self._lengths = lengths
+        self._size = global_batch_size
+        self._by_length = group_by_length
         full = count // global_batch_size
-        self._places = generator.permutation(full) if group_by_length else np.arange(full)
+        # smaller windows for small sets, or every epoch would be one sorted list
+        self._window = global_batch_size * max(1, min(full // 4, _WINDOW_BATCHES))
+        self._sorted: set[int] = set()
+        """The windows whose samples are sorted."""
+        self._places = np.arange(full)
+        """Of each batch but an incomplete last one, in the order of samples."""
+        if group_by_length:
+            self._places = generator.permutation(full)
 
     def __len__(self) -> int:
         return -(-len(self._order) // self._size)
@@ -97,8 +105,10 @@ class GlobalBatches(Sequence[np.ndarray]):
     def __getitem__(self, number: Any) -> Any:
         if not 0 <= number < len(self):
             raise IndexError(number)
-        # the incomplete batch stays last
-        start = self._size * (int(self._places[number]) if number < len(self._places) else number)
+        place = number  # the incomplete batch stays last
+        if number < len(self._places):
+            place = int(self._places[number])
+        start = self._size * place
         if self._by_length:
             self._sort_window(start // self._window)
         return self._order[start : start + self._size]
@@ -120,10 +130,9 @@ def micro_batches(
 ) -> list[np.ndarray]:
     """One global batch -> this rank's micro-batches, equally many on every rank.
 
-    None has more than `per_device` samples, or more than `max_tokens` tokens with padding unless it is a single text;
-    its texts are of one bucket (`Split.buckets`). Ranks compute texts of similar length at the same time. A
-    micro-batch is empty if there are fewer samples than ranks.
-    """
+    None has more than `per_device` samples, or more than `max_tokens` tokens with padding unless it
+    is a single text; its texts are of one bucket (`Split.buckets`). Ranks compute texts of similar
+    length at the same time. A micro-batch is empty if there are fewer samples than ranks."""
     by_length = indices[np.argsort(-split.lengths[indices], kind="stable")]
     if max_tokens is None and split.buckets is None:
         count = max(1, -(-len(indices) // (per_device * world)))
@@ -156,32 +165,33 @@ def _cut_by_length(
     buckets: LengthBuckets | None,
 ) -> list[np.ndarray]:
     """Samples, longest first, and their lengths -> micro-batches of consecutive samples."""
-    bucket = np.zeros_like(lengths) if buckets is None else buckets.of(lengths)
+    bucket = np.zeros_like(lengths)
+    if buckets is not None:
+        bucket = buckets.of(lengths)
     cut: list[np.ndarray] = []
     start = 0
     while start < len(by_length):
-        size = (
-            per_device
-            if max_tokens is None
-            else min(per_device, max(1, max_tokens // _width(lengths[start])))
-        )
-        same_bucket = (
-            int(np.argmin(bucket[start : start + size] == bucket[start])) or size
-        )  # 0: all are
+        size = per_device
+        if max_tokens is not None:
+            size = min(size, max(1, max_tokens // _width(lengths[start])))
+        same_bucket = int(np.count_nonzero(bucket[start : start + size] == bucket[start]))
         cut.append(by_length[start : start + same_bucket])
-        start += len(cut[-1])
+        start += same_bucket
     return cut
 
 
 def _halve_to_multiple(cut: list[np.ndarray], lengths: np.ndarray, world: int) -> list[np.ndarray]:
     """Halves the largest micro-batches until their number is a multiple of `world`."""
     while len(cut) % world or not cut:
-        padded = [len(batch) * _width(lengths[batch[0]]) if len(batch) > 1 else 0 for batch in cut]
-        largest = int(np.argmax(padded)) if cut else 0
-        if not cut or not padded[largest]:
+        padded = [0]
+        for batch in cut:
+            divisible = len(batch) > 1
+            padded.append(len(batch) * _width(lengths[batch[0]]) if divisible else 0)
+        largest = int(np.argmax(padded))
+        if not padded[largest]:
             cut.append(np.zeros(0, np.int64))  # fewer samples than ranks
         else:
-            cut[largest : largest + 1] = np.array_split(cut[largest], 2)
+            cut[largest - 1 : largest] = np.array_split(cut[largest - 1], 2)
     return cut
 
 
@@ -190,9 +200,11 @@ def _width(length: int) -> int:
 
 
 def padded_width(length: int, longest: int, buckets: LengthBuckets | None) -> int:
-    """`_width`, but at most the longest text of the split (a model may have no more positions) and of the bucket."""
-    most = longest if buckets is None else min(longest, buckets.widest(length))
-    return min(_width(length), most)
+    """`_width`, but at most the longest text of the split (a model may have no more positions) and
+    of the bucket."""
+    if buckets is not None:
+        longest = min(longest, buckets.widest(length))
+    return min(_width(length), longest)
 
 
 class Collator:
@@ -207,40 +219,47 @@ class Collator:
         self.device = device
 
     def __call__(self, indices: np.ndarray) -> Batch:
-        """An empty micro-batch becomes one padding sample, so that every rank takes part in the collectives."""
-        real = len(indices) > 0
-        indices = indices if real else np.zeros(1, np.int64)
-        lengths, types = self.split.lengths[indices], self.split.token_types
-        weights = (
-            np.ones(len(indices), np.float32)
-            if self.split.weights is None
-            else self.split.weights[indices]
+        """An empty micro-batch becomes one padding sample, so that every rank takes part in the
+        collectives."""
+        split = self.split
+        is_empty = len(indices) == 0
+        if is_empty:
+            indices = np.zeros(1, np.int64)
+        lengths = split.lengths[indices]
+        types = split.token_types
+        if types is not None:
+            types = split.gather(types, indices)
+        weights = np.ones(len(indices), np.float32)
+        if split.weights is not None:
+            weights = split.weights[indices]
+        batch = Batch(
+            inputs=self.inputs(split.gather(split.input_ids, indices), lengths, types),
+            labels=self.move(split.labels[indices]),
+            weights=self.move(weights),
+            ids=self.move(split.rows[indices]),
+            samples=len(indices),
+            tokens=int(lengths.sum()),
+            columns={name: self.move(values[indices]) for name, values in split.columns.items()},
         )
-        return Batch(
-            inputs=self.inputs(
-                self.split.gather(self.split.input_ids, indices), lengths,
-                None if types is None else self.split.gather(types, indices),
-            ),
-            labels=self.move(self.split.labels[indices]),
-            weights=self.move(weights if real else np.zeros(1, np.float32)),
-            ids=self.move(self.split.rows[indices] if real else np.full(1, -1, np.int64)),
-            samples=len(indices) if real else 0,
-            tokens=int(lengths.sum()) if real else 0,
-            columns={name: self.move(values[indices]) for name, values in self.split.columns.items()},
-        )  # fmt: skip
+        if not is_empty:
+            return batch
+        no_weights = torch.zeros_like(batch.weights)
+        no_ids = torch.full_like(batch.ids, -1)
+        return replace(batch, weights=no_weights, ids=no_ids, samples=0, tokens=0)
 
     def inputs(
         self, tokens: np.ndarray, lengths: np.ndarray, types: np.ndarray | None
     ) -> dict[str, Any]:
-        """(T,) tokens and token types of samples one after another, (B,) their lengths -> `Batch.inputs`."""
-        width, padded = int(lengths.max()), bool(lengths.min() < lengths.max())
-        if self.device.type == "cuda" and padded:  # a mask rules the flash kernel out
+        """(T,) tokens and token types of samples one after another, (B,) their lengths ->
+        `Batch.inputs`."""
+        width = int(lengths.max())
+        is_padded = lengths.min() < width
+        if self.device.type == "cuda" and is_padded:  # a mask rules the flash kernel out
             width = padded_width(width, self.longest, self.split.buckets)
         inputs = Inputs(input_ids=self.padded(tokens, lengths, width, self.pad_id, self.left))
-        if padded:  # without padding attention needs no mask, and is faster
-            inputs["attention_mask"] = self.padded(
-                np.ones_like(tokens), lengths, width, 0, self.left
-            )
+        if is_padded:  # without padding attention needs no mask, and is faster
+            ones = np.ones_like(tokens)
+            inputs["attention_mask"] = self.padded(ones, lengths, width, 0, self.left)
         if types is not None:
             inputs["token_type_ids"] = self.padded(types, lengths, width, self.pad_type, self.left)
         return inputs
@@ -250,24 +269,35 @@ class Collator:
         return self.split.loss_denominators(indices)
 
     def at(self, epoch: int, progress: float) -> Collator:
-        """The collator for a step: another where its batches depend on the epoch (from 0) or the progress (0 to 1)."""
+        """The collator for a step: another where its batches depend on the epoch (from 0) or the
+        progress (0 to 1)."""
         return self
 
     def prepare_model(self, accelerator: Any, model: Any) -> None:
-        """Adapts a model to these batches, before `accelerator.prepare`. Raises UserError for an unsupported model."""
+        """Adapts a model to these batches, before `accelerator.prepare`. Raises UserError for an
+        unsupported model."""
         buckets = LengthBuckets.of_model(getattr(model, "config", None))
         if self.split.buckets and buckets and buckets != self.split.buckets:
-            why = "model.config has another block_size or num_random_blocks than when the texts were loaded"
+            why = (
+                "model.config has another block_size or num_random_blocks than when the "
+                "texts were loaded"
+            )
             raise UserError(
-                f"{why}: pass --model_name_or_path OUT, of `toolkit to-bigbird BERT OUT --block_size N`"
+                f"{why}: pass --model_name_or_path OUT, of `toolkit to-bigbird BERT OUT "
+                "--block_size N`"
             )
 
     def padded(
         self, values: np.ndarray, lengths: np.ndarray, width: int, filler: int, left: bool
     ) -> torch.Tensor:
-        """(T,) values of samples one after another, (B,) their lengths -> (B, width) int64 on the device."""
-        padded, columns = np.full((len(lengths), width), filler, np.int64), np.arange(width)
-        padded[columns >= width - lengths[:, None] if left else columns < lengths[:, None]] = values
+        """(T,) values of samples one after another, (B,) their lengths -> (B, width) int64 on the
+        device."""
+        padded = np.full((len(lengths), width), filler, np.int64)
+        columns = np.arange(width)
+        if left:
+            padded[columns >= width - lengths[:, None]] = values
+        else:
+            padded[columns < lengths[:, None]] = values
         return self.move(padded)
 
     def move(self, array: np.ndarray) -> torch.Tensor:
@@ -280,7 +310,8 @@ class Collator:
 
 def collator_of(split: Split, tokenizer: Any, device: torch.device) -> Collator:
     """`split.collator`, or `Collator`."""
-    collator: Collator = (split.collator or Collator)(split, tokenizer, device)
+    make = split.collator or Collator
+    collator: Collator = make(split, tokenizer, device)
     return collator
 
 
@@ -289,7 +320,8 @@ Collation = partial[Batch]
 
 
 class Prefetcher:
-    """Collates the next batch and copies it to the device in a thread while the current one is computed."""
+    """Collates the next batch and copies it to the device in a thread while the current one is
+    computed."""
 
     def __init__(self, device: torch.device) -> None:
         self._thread = _thread(device)
@@ -297,19 +329,23 @@ class Prefetcher:
 
     def batch(self, collation: Collation, following: Collation | None) -> Batch:
         """The batch of `collation`; the thread then starts with `following`."""
-        ready = self._next is not None and self._next[0] is collation
-        future = self._next[1] if self._next and ready else self._thread.submit(collation)
-        self._next = None if following is None else (following, self._thread.submit(following))
+        if self._next is not None and self._next[0] is collation:
+            future = self._next[1]
+        else:
+            future = self._thread.submit(collation)
+        self._next = None
+        if following is not None:
+            self._next = following, self._thread.submit(following)
         return future.result()
 
 
 @functools.cache
 def _thread(device: torch.device) -> ThreadPoolExecutor:
     """One for training and all evaluations, started while memory is available."""
-    # a new thread's default device is the first, where pinned memory would open a context for every process; the device
-    # of a single process is the first, without an index
-    has_index = device.type == "cuda" and device.index is not None
-    on_device = partial(torch.cuda.set_device, device) if has_index else None
-    thread = ThreadPoolExecutor(1, "collate", initializer=on_device)
+    thread = ThreadPoolExecutor(1, "collate")
+    # a new thread's default device is the first, where pinned memory would open a context for
+    # every process; the device of a single process is the first, without an index
+    if device.type == "cuda" and device.index is not None:
+        thread.submit(torch.cuda.set_device, device).result()
     thread.submit(int).result()
     return thread

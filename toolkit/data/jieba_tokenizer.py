@@ -1,11 +1,11 @@
 """The tokenizer of checkpoints whose WordPiece vocabulary contains jieba's Chinese words.
 
-`Lowin/chinese-bigbird-*`, T5-PEGASUS and similar models segment a text with `jieba.cut(text, HMM=False)`; a word of the
-vocabulary is one token, others go through BERT's tokenization. Their published class overrides `_tokenize` of the slow
-tokenizer, which transformers 5 silently ignores. Here the fast tokenizer makes the same tokens, except where fast and
-slow tokenizers differ within a word outside the vocabulary: about a hundred combining marks of rare scripts, and, in
-cased models, characters that NFC replaces.
-"""
+`Lowin/chinese-bigbird-*`, T5-PEGASUS and similar models segment a text with `jieba.cut(text,
+HMM=False)`; a word of the vocabulary is one token, others go through BERT's tokenization. Their
+published class overrides `_tokenize` of the slow tokenizer, which transformers 5 silently ignores.
+Here the fast tokenizer makes the same tokens, except where fast and slow tokenizers differ within a
+word outside the vocabulary: about a hundred combining marks of rare scripts, and, in cased models,
+characters that NFC replaces."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from toolkit.utils.compat import require
 from toolkit.utils.extras import require_extra
 
 MARK = "words_first"
-"""The key in tokenizer_config.json, which transformers saves, loads (to `init_kwargs`) and does not interpret. A plain
-tokenizer with it makes other tokens: call `words_first` on it."""
+"""The key in tokenizer_config.json, which transformers saves, loads (to `init_kwargs`) and does not
+interpret. A plain tokenizer with it makes other tokens: call `words_first` on it."""
 
 
 class Jieba(NamedTuple):
@@ -46,11 +46,11 @@ class Jieba(NamedTuple):
 
 @lru_cache(maxsize=1)
 def load_jieba() -> Jieba:
-    """jieba with its default dictionary; the first call takes half a second. Raises UserError when it is missing.
+    """jieba with its default dictionary; the first call takes half a second. Raises UserError when
+    it is missing.
 
-    It does not use jieba's cache file, which all versions and users of a machine share and jieba does not verify. It
-    prints nothing, and several processes may call it at the same time.
-    """
+    It does not use jieba's cache file, which all versions and users of a machine share and jieba
+    does not verify. It prints nothing, and several processes may call it at the same time."""
     require_extra("segmenting Chinese text into words", "titles", "jieba")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of invalid escapes, and of pkg_resources
@@ -64,28 +64,32 @@ def load_jieba() -> Jieba:
 
 
 def words_first(tokenizer: Any) -> Any:
-    """A copy of a fast WordPiece tokenizer that first segments texts into jieba's words (`WordBackend`).
+    """A copy of a fast WordPiece tokenizer that first segments texts into jieba's words
+    (`WordBackend`).
 
-    `save_pretrained` writes the tokenizer without jieba, and the key `words_first`. `AutoTokenizer` loads it, but
-    tokenizes differently until this function is called on it. Raises UserError when jieba is missing, when the
-    tokenizer is not a fast WordPiece one, or was saved with another jieba.
-    """
+    `save_pretrained` writes the tokenizer without jieba, and the key `words_first`. `AutoTokenizer`
+    loads it, but tokenizes differently until this function is called on it. Raises UserError when
+    jieba is missing, when the tokenizer is not a fast WordPiece one, or was saved with another
+    jieba."""
     if isinstance(getattr(tokenizer, "backend_tokenizer", None), WordBackend):
         return tokenizer
     if not _is_wordpiece(tokenizer):
         raise UserError(
-            f"--tokenizer jieba needs a model with a WordPiece vocabulary (vocab.txt), and {type(tokenizer).__name__} "
+            "--tokenizer jieba needs a model with a WordPiece vocabulary (vocab.txt), and "
+            f"{type(tokenizer).__name__} "
             "has another: leave it out"
         )
     installed, saved = load_jieba().name, tokenizer.init_kwargs.get(MARK)
     segmenter, *version = str(saved or "jieba").split()
     if segmenter != "jieba":
         raise UserError(
-            f"tokenizer_config.json has {MARK}: {saved!r}, and only jieba is supported: remove that key"
+            f"tokenizer_config.json has {MARK}: {saved!r}, and only jieba is supported: remove "
+            "that key"
         )
     if version and saved != installed:
         raise UserError(
-            f"this tokenizer was saved with {saved}, and {installed} is installed, which segments words differently: "
+            f"this tokenizer was saved with {saved}, and {installed} is installed, which "
+            "segments words differently: "
             f"pip install jieba=={version[0]}"
         )
     require(PreTrainedTokenizerFast, "_tokenizer", "transformers")
@@ -98,9 +102,9 @@ def words_first(tokenizer: Any) -> Any:
 def load_words_first(name: str) -> Any:
     """`words_first` of the tokenizer of a folder or hub name that may have only BERT's vocab.txt.
 
-    `AutoTokenizer` reads `tokenizer_class`, which may not exist, then `model_type`: for a BigBird with a vocab.txt it
-    makes an empty sentencepiece tokenizer. Raises UserError as `words_first` does, and transformers' errors.
-    """
+    `AutoTokenizer` reads `tokenizer_class`, which may not exist, then `model_type`: for a BigBird
+    with a vocab.txt it makes an empty sentencepiece tokenizer. Raises UserError as `words_first`
+    does, and transformers' errors."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except ValueError:
@@ -127,9 +131,9 @@ def is_jieba(folder: Path) -> bool:
 
 
 class WordBackend:
-    """Wraps a `tokenizers.Tokenizer`, and gives it a pre-tokenizer in Python while it encodes: at other times it can
-    be saved and copied. Words outside the vocabulary are split as without jieba; added tokens are matched literally.
-    """
+    """Wraps a `tokenizers.Tokenizer`, and gives it a pre-tokenizer in Python while it encodes: at
+    other times it can be saved and copied. Words outside the vocabulary are split as without jieba;
+    added tokens are matched literally."""
 
     def __init__(self, backend: Tokenizer) -> None:
         words = backend.get_vocab(with_added_tokens=False)
@@ -146,7 +150,8 @@ class WordBackend:
         return WordBackend, (self._backend,)
 
     def encode_batch_fast(self, texts: Sequence[Any]) -> Any:
-        """Encodings without offsets. The overflow of a truncated text is incomplete: segmenting it would take time."""
+        """Encodings without offsets. The overflow of a truncated text is incomplete: segmenting it
+        would take time."""
         cut = self.truncation if all(isinstance(text, str) for text in texts) else None
         most = cut["max_length"] if cut and cut["direction"] == "right" else None
         return self._encode(self._backend.encode_batch_fast, texts, most=most)

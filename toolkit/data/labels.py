@@ -27,12 +27,13 @@ from toolkit.data.table import Table
 from toolkit.data.targets import Targets
 from toolkit.errors import UserError, did_you_mean, listing
 
-USUAL = ("label", "labels", "sentiment", "emotion", "category", "class", "target", "intent", "topic", "score",
-         "tags", "rating", "标签", "类别", "情感", "分类", "评分", "标注")  # fmt: skip
+USUAL = ("label", "labels", "sentiment", "emotion", "category", "class", "target", "intent",
+         "topic", "score", "tags", "rating", "标签", "类别", "情感", "分类", "评分", "标注")  # fmt: skip
 SINGLE: ProblemType = "single_label_classification"
 MULTI: ProblemType = "multi_label_classification"
 REGRESSION: ProblemType = "regression"
 _USUAL_METRICS = {SINGLE: "f1_macro", MULTI: "f1_micro", REGRESSION: "loss"}
+_NO_LABEL = "no label: fill it or remove the row, or pass --drop_empty_text, which leaves it out"
 _FEW_CLASSES = 50
 _MAX_DISTINCT = 200_000
 """Distinct values that are read to infer a column's type: more are numbers, or no labels."""
@@ -82,7 +83,10 @@ class Labels(Targets):
             return {}
         column = columns[0]
         is_plain = hasattr(table.rows.features[column], "dtype") and not _feature(table, column)
-        if not is_plain or MULTI in (facts["problem_type"], _guess(table, column, facts)):
+        if not is_plain or MULTI in (
+            facts["problem_type"],
+            _guess(table, column, facts["label_separator"]),
+        ):
             return {}
         return {"label_column": column}
 
@@ -114,7 +118,8 @@ class Labels(Targets):
             return replace(self, columns=columns)
         if set(columns) != set(self.names):
             raise UserError(
-                f"{table.name}: the label columns {listing(columns)} are not the model's classes or "
+                f"{table.name}: the label columns {listing(columns)} are not the model's "
+                "classes or "
                 f"outputs {listing(self.names)}: rename them"
             )
         return replace(self, columns=self.names)
@@ -152,7 +157,7 @@ class Labels(Targets):
         if self.problem_type == SINGLE:
             return self._id(cell)
         if _is_missing(cell):
-            raise ValueError(_no_label())
+            raise ValueError(_NO_LABEL)
         flags = [0.0] * self.size
         for name in _names(cell, self.separator):
             place = self._id(name)
@@ -176,9 +181,10 @@ class Labels(Targets):
         if name in self._ids:
             return self._ids[name]
         if not name:
-            raise ValueError(_no_label())
+            raise ValueError(_NO_LABEL)
         raise ValueError(
-            f"label {name!r} does not occur in training{did_you_mean(name, self._ids)}: the classes "
+            f"label {name!r} does not occur in training{did_you_mean(name, self._ids)}: the "
+            "classes "
             f"are {listing(self._ids)}"
         )
 
@@ -198,11 +204,13 @@ class Labels(Targets):
         return {"labels": list(self.names), "problem_type": self.problem_type}
 
     def source(self) -> dict[str, Any]:
-        return {
+        source: dict[str, Any] = {
             "label_columns": list(self.columns),
             "label_values": list(self.values),
-            "label_separator": self.separator,
         }
+        if self.separator:
+            source["label_separator"] = self.separator
+        return source
 
     def describe(self) -> str:
         what = "outputs" if self.problem_type == REGRESSION else "classes"
@@ -221,8 +229,8 @@ def find_labels(
     class_names: dict[str, str] | None = None,
 ) -> Labels:
     """Infers from the label column of the training table what a model predicts; `problem_type`
-    overrides. `class_names`: cell value -> class name. Raises UserError when the column is missing or
-    ambiguous, or there are fewer than two classes."""
+    overrides. `class_names`: cell value -> class name. Raises UserError when the column is missing
+    or ambiguous, or there are fewer than two classes."""
     columns = table.find_columns(label_column, USUAL, "label_column")
     if not columns:
         excluded = table.columns_of(text_column)
@@ -237,8 +245,7 @@ def find_labels(
             )
         return Labels(problem, columns, columns)
     column = columns[0]
-    facts = {"label_separator": label_separator}
-    problem = problem_type or _guess(table, column, facts)
+    problem = problem_type or _guess(table, column, label_separator)
     if problem == REGRESSION:
         return Labels(problem, columns, columns)
     names = natural_order(_class_names(table, column, problem, label_separator))
@@ -248,17 +255,23 @@ def find_labels(
         names = tuple(feature.names)
     elif class_names:
         names, values = _renamed(table, column, names, class_names)
-    elif problem_type is None and len(names) > max(_FEW_CLASSES, len(table) / 2):
-        raise UserError(
-            f"{table.name}: column {column!r} holds {len(names)} different values in {len(table)} "
-            "rows: is it the label? Name another with --label_column, or pass --problem_type"
-        )
+    elif problem_type is None:
+        _refuse_texts(table, column, names)
     if len(names) < 2:
         raise UserError(
             f"{table.name}: column {column!r} holds {listing(names) or 'no class'} only: at least "
             "two classes are needed (--label_column)"
         )
     return Labels(problem, names, columns, label_separator, values)
+
+
+def _refuse_texts(table: Table, column: str, names: Sequence[str]) -> None:
+    """Raises UserError for nearly as many values as rows: names or texts, not classes."""
+    if len(names) > max(_FEW_CLASSES, len(table) / 2):
+        raise UserError(
+            f"{table.name}: column {column!r} holds {len(names)} different values in {len(table)} "
+            "rows: is it the label? Name another with --label_column, or pass --problem_type"
+        )
 
 
 def _class_names(
@@ -283,29 +296,30 @@ def _renamed(
     unnamed = [cell for cell in cells if cell not in class_names]
     if unnamed:
         raise UserError(
-            f"{table.name}: column {column!r} holds {listing(unnamed)}, and --label_names_file names "
+            f"{table.name}: column {column!r} holds {listing(unnamed)}, and --label_names_file "
+            "names "
             f"{listing(class_names)}: name all of them there, or leave it out"
         )
     return tuple(class_names.values()), tuple(class_names)
 
 
 def natural_order(names: Iterable[str]) -> tuple[str, ...]:
-    """`10, 9, -1` -> `-1, 9, 10`; `class 10, class 2` -> `class 2, class 10`. Names that sort alike,
-    `a1` and `a01`, have one order, too."""
+    """`10, 9, -1` -> `-1, 9, 10`; `class 10, class 2` -> `class 2, class 10`. Names that sort
+    alike, `a1` and `a01`, have one order, too."""
     ordered = sorted(names)
     if all(re.fullmatch(r"-?\d+", name) for name in ordered):
         return tuple(sorted(ordered, key=int))
     return tuple(natsorted(ordered))
 
 
-def _guess(table: Table, column: str, facts: dict[str, Any]) -> ProblemType:
+def _guess(table: Table, column: str, separator: str | None) -> ProblemType:
     """The problem type that fits the cells of a column. Raises UserError for objects."""
     cells = [cell for cell in _distinct(table, column) if cell != ""]
     if any(isinstance(cell, dict) for cell in cells):
         raise UserError(
             f"{table.name}: column {column!r} holds objects: make a column of the label"
         )
-    if facts["label_separator"] or (cells and all(_is_list(cell) for cell in cells)):
+    if separator or (cells and all(_is_list(cell) for cell in cells)):
         return MULTI
     numbers = [number for cell in cells if (number := to_float(cell)) is not None]
     fractions = any(number % 1 for number in numbers if math.isfinite(number))
@@ -385,10 +399,6 @@ def _is_missing(cell: Any) -> bool:
     return cell is None or cell != cell
 
 
-def _no_label() -> str:
-    return "no label: fill it or remove the row, or pass --drop_empty_text, which leaves it out"
-
-
 def _name(cell: Any) -> str:
     """The text of a cell; `2.0`, which a reader or a spreadsheet makes of `2`, becomes `2`."""
     if _is_missing(cell):
@@ -400,11 +410,12 @@ def _name(cell: Any) -> str:
 def _number(cell: Any) -> float:
     """Raises ValueError."""
     if not _name(cell):
-        raise ValueError(_no_label())
+        raise ValueError(_NO_LABEL)
     number = to_float(cell)
     if number is None or not abs(number) <= float(np.finfo(np.float32).max):
         raise ValueError(
-            f"the label {cell!r} is not a number in the range of float32: correct it, or pass another --problem_type"
+            f"the label {cell!r} is not a number in the range of float32: correct it, or pass "
+            "another --problem_type"
         )
     return number
 

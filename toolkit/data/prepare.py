@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from toolkit import launch
-from toolkit.config import LongTextSettings, flat, section_in
+from toolkit.config import flat
 from toolkit.data import balance, tokens
 from toolkit.data.labels import Labels
 from toolkit.data.read import read_tables
@@ -57,7 +57,8 @@ class Data:
     file_digests: Mapping[str, str] = field(default_factory=dict)
     """Digests of the content of each split's file."""
     pos_weight: torch.Tensor | None = None
-    """(classes,) float32, on the device: the weight of positive labels in the loss (--pos_weight)."""
+    """(classes,) float32, on the device: the weight of positive labels in the loss
+    (--pos_weight)."""
     advice: str = ""
     """A line if the classes are imbalanced and no setting compensates for it."""
 
@@ -89,9 +90,6 @@ class Data:
         if self.text_pair:
             facts["text_pair"] = self.text_pair
         return facts
-
-
-Prepared = Data
 
 
 def prepare_data(
@@ -151,12 +149,6 @@ def _facts(
     for split, table in tables.items():
         facts[f"the content of the {split} data"] = table.digest
     facts["the tokenizer"] = tokens.fingerprint(tokenizer)
-    compared = section_in(settings, LongTextSettings).compare_max_length
-    if compared and compared >= facts["max_length"]:
-        raise UserError(
-            f"--compare_max_length {compared}: texts are cut at {facts['max_length']} tokens "
-            "anyway: pass fewer"
-        )
     return facts
 
 
@@ -173,7 +165,7 @@ def _load(settings: Any, folder: Path, model_config: Any, tables: Mapping[str, T
     text_pair = getattr(settings.data, "text_pair", None)
     if text_pair and not tokens.has_token_types(model_config):
         notes.append("this model has one token type: only a separator divides the texts of a pair")
-    data = Data(
+    return Data(
         folder=folder,
         digest=folder.name,
         text_column=meta["text_column"],
@@ -184,11 +176,11 @@ def _load(settings: Any, folder: Path, model_config: Any, tables: Mapping[str, T
         file_digests={split: table.digest for split, table in tables.items()},
         **splits,
     )
-    return data.with_collator(targets_class.collator(settings))
 
 
 def finish_data(settings: Any, data: Data, tokenizer: Any, accelerator: Accelerator) -> Data:
-    """The data with what features change (`Feature.data`)."""
+    """The data with the collator of their targets, and what features change (`Feature.data`)."""
+    data = data.with_collator(type(data.targets).collator(settings))
     for feature in features():
         data = feature.data(settings, data, tokenizer, accelerator)
     return data
@@ -208,6 +200,10 @@ def _weighed(settings: Any, data: Data, device: torch.device) -> Data:
     return replace(data, **splits, pos_weight=pos_weight, notes=notes, advice=balanced.advice)
 
 
+_Samples = dict[str, tuple[Table, np.ndarray]]
+"""Split -> its rows, and their encoded targets."""
+
+
 @dataclass(frozen=True)
 class _Preparation:
     """The data of a run, from tables to a folder of tokens."""
@@ -217,46 +213,45 @@ class _Preparation:
     facts: Mapping[str, Any]
     tables: Mapping[str, Table]
     notes: list[str] = field(default_factory=list)
+    hashes: dict[str, np.ndarray] = field(default_factory=dict)
+    """Name of a table -> (rows,) int64 of its texts, valid in this process."""
 
     def write(self, folder: Path) -> None:
         """Selects and checks the rows of every split before tokenizing any; then writes them all to
         `folder`."""
-        self.notes.extend(table.note for table in self.tables.values() if table.note)
         texts = self._find_texts()
-        tables = {split: self._with_texts(table, texts) for split, table in self.tables.items()}
-        train = tables["train"]
+        train = self._with_texts(self.tables["train"], texts)
         targets = targets_of(self.settings).find(self.settings, train, texts["text_column"])
-        if "test" in tables and targets.all_missing(tables["test"]):
-            name = tables.pop("test").name
-            self.notes.append(f"{name} has no labels: it is left out (`toolkit predict` labels it)")
-        encoded = {split: targets.encode(table) for split, table in tables.items()}
-        if "validation" not in tables:
-            places = self._hold_out(train, targets.strata(encoded["train"]))
-            all_encoded = encoded["train"]
-            for split, part in places.items():
-                tables[split] = train.select(part)
-                encoded[split] = all_encoded[part]
-        for split in tables:
-            places_of_split = self._limit(split, len(tables[split]))
-            tables[split] = tables[split].select(places_of_split)
-            encoded[split] = encoded[split][places_of_split]
-        self.notes.extend(_find_overlaps(tables))
-        tables = {
-            split: tables[split] for split in ("train", "validation", "test") if split in tables
-        }
-        for split, table in tables.items():
+        samples = self._select(train, targets, texts)
+        self.notes.extend(self._find_overlaps(samples))
+        for split, (table, encoded) in samples.items():
             (folder / split).mkdir()
             self._write_split(folder / split, table, targets)
-            self.notes.extend(targets.save(folder / split, table, encoded[split], self.tokenizer))
+            self.notes.extend(targets.save(folder / split, table, encoded, self.tokenizer))
         meta = {
             "targets": asdict(targets),
             "text_column": texts["text_column"],
             "max_length": self.facts["max_length"],
             "notes": self.notes,
-            "splits": list(tables),
+            "splits": list(samples),
             "files": {split: table.name for split, table in self.tables.items()},
         }
         (folder / "meta.json").write_text(json.dumps(meta, ensure_ascii=False), encoding="utf-8")
+
+    def _select(self, train: Table, targets: Targets, texts: Mapping[str, str]) -> _Samples:
+        encoded = targets.encode(train)
+        samples = {"train": (train, encoded)}
+        if "validation" not in self.tables:
+            for split, places in self._hold_out(train, targets.strata(encoded)).items():
+                samples[split] = train.select(places), encoded[places]
+        for split, table in self.tables.items():
+            if split == "test" and targets.all_missing(table):
+                line = "has no labels: it is left out (`toolkit predict` labels it)"
+                self.notes.append(f"{table.name} {line}")
+            elif split != "train":
+                selected = self._with_texts(table, texts)
+                samples[split] = selected, targets.encode(selected)
+        return {split: self._limit(split, *samples[split]) for split in samples}
 
     def _find_texts(self) -> dict[str, str]:
         """Setting -> column, of each text that must not be empty."""
@@ -287,15 +282,11 @@ class _Preparation:
         return texts | targets.text_columns(self.settings, train, column)
 
     def _with_texts(self, table: Table, texts: Mapping[str, str]) -> Table:
-        """The rows in which no text is empty, or shorter than `--min_length`. Raises UserError naming
-        the rows with empty texts, unless `--drop_empty_text` allows them."""
-        separator = tokens.separator_of(self.tokenizer)
+        """The rows in which no text is empty, or shorter than `--min_length`. Raises UserError
+        naming the rows with empty texts, unless `--drop_empty_text` allows them."""
         inputs = [texts[name] for name in ("text_column", "text_pair") if name in texts]
-        table = table.reading(tuple(inputs), separator)
-        blank = [np.zeros((len(texts), 0), bool)]
-        for block in table.text_blocks(list(texts.values()), separator):
-            blank.append(np.array([[not text.strip() for text in column] for column in block]))
-        is_blank = np.concatenate(blank, axis=1)  # (columns, rows)
+        table = table.reading(tuple(inputs), tokens.separator_of(self.tokenizer))
+        is_blank = self._read_texts(table, list(texts.values()))
         for (setting, column), flags in zip(texts.items(), is_blank, strict=True):
             what = setting.removesuffix("_column").replace("_pair", "")  # the text, or the title
             self._refuse_blank(table, f"{what} in column {column!r}", flags, setting)
@@ -309,9 +300,23 @@ class _Preparation:
             table = table.select(places)
         return self._drop_short(table)
 
+    def _read_texts(self, table: Table, columns: Sequence[str]) -> np.ndarray:
+        """(columns, rows) bool: where a text is blank. Remembers the hashes of what the model
+        reads."""
+        blank = [np.zeros((len(columns), 0), bool)]
+        hashes = [np.zeros(0, np.int64)]
+        for block in table.text_blocks(columns, table.separator):
+            blank.append(np.array([[not text.strip() for text in column] for column in block]))
+            rows = zip(*block[: len(table.text_columns)], strict=True)
+            hashes.append(np.fromiter(map(hash, rows), np.int64, len(block[0])))
+        self.hashes[table.name] = np.concatenate(hashes)
+        return np.concatenate(blank, axis=1)
+
     def _refuse_blank(self, table: Table, what: str, flags: np.ndarray, setting: str) -> None:
         if flags.all():
-            raise UserError(f"{table.name}: every {what} is empty: name another with --{setting}")
+            others = len(table.rows.column_names) > 1
+            remedy = f": name another with --{setting}" if others else ""
+            raise UserError(f"{table.name}: every {what} is empty{remedy}")
         if flags.any() and not self.settings.data.drop_empty_text:
             hint = ""
             if table.name.endswith(".txt"):
@@ -368,16 +373,18 @@ class _Preparation:
         is_held_out[validation] = True
         return {"train": np.flatnonzero(~is_held_out), "validation": np.flatnonzero(is_held_out)}
 
-    def _limit(self, split: str, count: int) -> np.ndarray:
-        """The places of at most `--max_train_samples` or `--max_eval_samples` rows, drawn by the
-        seed, in their order."""
+    def _limit(self, split: str, table: Table, encoded: np.ndarray) -> tuple[Table, np.ndarray]:
+        """At most `--max_train_samples` or `--max_eval_samples` rows, drawn by the seed, in their
+        order."""
         setting = "max_train_samples" if split == "train" else "max_eval_samples"
         limit = getattr(self.settings.data, setting)
+        count = len(table)
         if limit is None or limit >= count:
-            return np.arange(count)
+            return table, encoded
         self.notes.append(f"{split}: {limit} of {count} rows are used (--{setting})")
         order = np.random.default_rng(data_seed(self.settings)).permutation(count)
-        return np.sort(order[:limit])
+        places = np.sort(order[:limit])
+        return table.select(places), encoded[places]
 
     def _write_split(self, folder: Path, table: Table, targets: Targets) -> None:
         blocks: Iterator[tokens.TextBlock] = table.texts()
@@ -393,6 +400,22 @@ class _Preparation:
         counts = tokens.save_tokens(folder, encoded, unknown=self.tokenizer.unk_token_id)
         self.notes.extend(_token_notes(split, counts, len(table), length))
         np.save(folder / "rows.npy", table.row_numbers)
+
+    def _find_overlaps(self, samples: _Samples) -> Iterator[str]:
+        """Notes on texts (or pairs) of another split that are also in the training data."""
+        train, _ = samples["train"]
+        hashes = self.hashes[train.name][train.row_numbers]
+        others = [split for split in samples if split != "train"]
+        for split in others:
+            table, _ = samples[split]
+            seen = np.isin(self.hashes[table.name][table.row_numbers], hashes)
+            if seen.any():
+                rows = table.listing(table.row_numbers[seen])
+                yield (
+                    f"{split}: {seen.sum()} of {len(seen)} texts are also in the training "
+                    "data: its "
+                    f"scores will be too high (rows {rows})"
+                )
 
 
 def data_seed(settings: Any) -> int:
@@ -417,30 +440,6 @@ def _group_cells(table: Table, excluded: Sequence[str]) -> Iterator[dict[str, st
     for _, cells in table.cells(names):
         for row in zip(*cells, strict=True):
             yield dict(zip(names, map(str, row), strict=True))
-
-
-def _find_overlaps(tables: Mapping[str, Table]) -> Iterator[str]:
-    """Notes on texts (or pairs) of another split that are also in the training data."""
-    train = np.unique(_hashes(tables["train"]))
-    for split, table in tables.items():
-        if split != "train":
-            hashes = _hashes(table)
-            seen = np.isin(hashes, train)
-            if seen.any():
-                rows = table.listing(table.row_numbers[seen])
-                yield (
-                    f"{split}: {seen.sum()} of {len(hashes)} texts are also in the training data: "
-                    f"its scores will be too high (rows {rows})"
-                )
-
-
-def _hashes(table: Table) -> np.ndarray:
-    """(rows,) int64 of the texts, valid in this process."""
-    parts = [np.zeros(0, np.int64)]
-    for texts, pairs in table.texts():
-        rows = texts if pairs is None else zip(texts, pairs, strict=True)
-        parts.append(np.fromiter(map(hash, rows), np.int64, len(texts)))
-    return np.concatenate(parts)
 
 
 def _token_notes(split: str, counts: tokens.Counts, rows: int, max_length: int) -> Iterator[str]:
@@ -471,8 +470,8 @@ def split_of_texts(
 ) -> Split:
     """A split of texts (and second texts of pairs) in memory; all labels are 0.
 
-    With `shared_as`, a digest, it lies in a cache folder that one process per machine writes and the
-    caller removes."""
+    With `shared_as`, a digest, it lies in a cache folder that one process per machine writes and
+    the caller removes."""
     if shared_as is None:
         arrays = _arrays(tokenizer, texts, max_length, pairs)
         return Split(name, Path(), **tokens.of_model(arrays, model_config))

@@ -6,7 +6,8 @@ import bisect
 import glob
 import json
 import re
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,9 +34,12 @@ _FILE_SETTINGS = ("encoding", "delimiter", "quoting", "sample_by", "column_names
 _UNUSED = {
     ".parquet": _FILE_SETTINGS,
     ".json": ("delimiter", "quoting", "sample_by", "column_names"),
+    ".jsonl": ("delimiter", "quoting", "sample_by", "column_names"),
     ".txt": ("quoting", "column_names"),
     ".csv": ("sample_by",),
+    ".tsv": ("sample_by",),
 }
+"""The settings that have no effect on files of a format."""
 _SPLIT_NAMES = {
     "train": ("train",),
     "validation": ("validation", "valid", "dev"),
@@ -70,22 +74,19 @@ def _splits_of_dataset(name: str, settings: TextSettings) -> dict[str, Table]:
             tables[split] = present[0]
     if "train" not in tables:
         raise UserError(f"--dataset_name {name} has no train split: it has {listing(splits)}")
-    ignored = list(_FILE_SETTINGS)
+    unused = list(_FILE_SETTINGS)
     if "validation" in tables:
-        ignored.append("validation_split")
-    for setting, value in _changed(settings, ignored).items():
-        raise UserError(
-            f"--{setting} {value} has no effect with --dataset_name {name}, which is no text file "
-            "or has a validation split: leave it out"
-        )
+        unused.append("validation_split")
+    _refuse_unused(f"--dataset_name {name}", unused, settings)
     return tables
 
 
-def _changed(settings: TextSettings, names: Any) -> dict[str, Any]:
-    """Those of these settings that do not have their default value."""
+def _refuse_unused(name: str, unused: Iterable[str], settings: TextSettings) -> None:
     usual = TextSettings()
-    values = {name: getattr(settings, name) for name in names}
-    return {name: value for name, value in values.items() if value != getattr(usual, name)}
+    for setting in unused:
+        value = getattr(settings, setting)
+        if value != getattr(usual, setting):
+            raise UserError(f"--{setting} {value} has no effect on {name}: leave it out")
 
 
 # --- files
@@ -100,12 +101,16 @@ def read_file(name: str, settings: TextSettings) -> Table:
         paths = [Path(file) for file in matches if Path(file).is_file()]
         if not paths:
             raise UserError(f"{name}: no file has such a name (looked in {Path.cwd()})")
-    kinds = [format_of(path) for path in paths]
-    digests = [f"{_digest_of(path)}{kind}" for path, kind in zip(paths, kinds, strict=True)]
-    settings_text = json.dumps(_changed(settings, _FILE_SETTINGS))
-    digest = digest_of_text(" ".join([*digests, settings_text]))
-    notes = [_note(path, kind, settings) for path, kind in zip(paths, kinds, strict=True)]
-    return Table(partial(_load, paths, settings, name, digest), name, digest, notes[0])
+    contents = []
+    for path in paths:
+        kind = format_of(path)
+        contents.append(f"{_digest_of(path)}{kind}")
+        if kind == ".txt" and settings.delimiter:
+            kind = ".csv"
+        _refuse_unused(str(path), _UNUSED[kind], settings)
+    values = [str(getattr(settings, setting)) for setting in _FILE_SETTINGS]
+    digest = digest_of_text(" ".join([*contents, *values]))
+    return Table(partial(_load, paths, settings, name, digest), name, digest)
 
 
 def format_of(path: Path) -> str:
@@ -137,24 +142,6 @@ def _digest_of(path: Path) -> str:
         return digest_of_file(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _note(path: Path, kind: str, settings: TextSettings) -> str:
-    """How the settings let a file be read, and which of them do not apply to it; or empty."""
-    parts = []
-    if kind == ".txt" and settings.delimiter:
-        kind = ".csv"
-    if kind == ".txt":
-        parts.append(f"a text per {settings.sample_by}")
-    ignored = _UNUSED[{".tsv": ".csv", ".jsonl": ".json"}.get(kind, kind)]
-    for name, value in _changed(settings, _FILE_SETTINGS).items():
-        if name in ignored:
-            parts.append(f"without --{name} {value}, which is not for {kind}")
-        else:
-            parts.append(f"read with --{name} {value}")
-    if not parts:
-        return ""
-    return f"{path}: {'; '.join(parts)}"
 
 
 def _load(
@@ -256,7 +243,7 @@ def _batches(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch
         yield from read(path, settings)
     except UnicodeError as error:
         raise UserError(text_files.encoding_fault(path, settings.encoding)) from error
-    except (pyarrow.ArrowException, OSError, EOFError) as error:
+    except (pyarrow.ArrowException, OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} cannot be read as {kind}: {first_line(error)}") from error
 
 
@@ -292,8 +279,8 @@ def _read_json(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBat
 
 
 def parse_json(path: Path, encoding: str = "utf-8") -> Iterator[Any]:
-    """The lines of a `.jsonl` file; of a `.json` file the items of a list, or of `{"data": [items]}`,
-    or its lines. Raises UserError."""
+    """The lines of a `.jsonl` file; of a `.json` file the items of a list, or of `{"data":
+    [items]}`, or its lines. Raises UserError."""
     if format_of(path) == ".jsonl":
         yield from _json_lines(path, encoding)
         return
@@ -349,10 +336,11 @@ def _array(values: list[Any], where: str, first_row: int, name: str) -> pyarrow.
 
 
 def read_class_names(name: str) -> dict[str, str]:
-    """A file of class names -> {value in the label column: class name}, in the order of the numbers.
+    """A file of class names -> {value in the label column: class name}, in the order of the
+    numbers.
 
-    JSON, `["joy", "anger"]` or `{"0": "joy", "1": "anger"}`, or JSONL, a number and a name per line,
-    `{"label": "100", "label_desc": "news_story"}`. Raises UserError for anything else."""
+    JSON, `["joy", "anger"]` or `{"0": "joy", "1": "anger"}`, or JSONL, a number and a name per
+    line, `{"label": "100", "label_desc": "news_story"}`. Raises UserError for anything else."""
     path = Path(name)
     if not format_of(path).startswith(".json"):
         raise UserError(f"--label_names_file {name}: write the names as .json or .jsonl")
@@ -360,18 +348,17 @@ def read_class_names(name: str) -> dict[str, str]:
         entries = list(parse_json(path))
     except UnicodeError as error:
         raise UserError(f"--label_names_file {name} is not UTF-8: save it as UTF-8") from error
+    pairs: list[Any] = list(enumerate(entries))
     if len(entries) == 1 and isinstance(entries[0], dict):
-        pairs = [*entries[0].items()]
-    else:
-        pairs = [
-            tuple(entry.values()) if isinstance(entry, dict) else (place, entry)
-            for place, entry in enumerate(entries)
-        ]
+        pairs = list(entries[0].items())
+    elif entries and isinstance(entries[0], dict):
+        pairs = [tuple(entry.values()) for entry in entries]
     names: dict[str, str] = {}
     for place, pair in enumerate(pairs, 1):
-        number, class_name = (str(part).strip() for part in (pair if len(pair) == 2 else ("", "")))
+        number, class_name = (str(part).strip() for part in (*pair, "", "")[:2])
         is_new = number not in names and class_name not in names.values()
-        if not re.fullmatch(r"-?\d+", number) or not class_name or not is_new:
+        is_pair = len(pair) == 2 and re.fullmatch(r"-?\d+", number) and class_name
+        if not is_pair or not is_new:
             raise UserError(
                 f"--label_names_file {name}, entry {place}: {str(pair)[:60]} is not a number and a "
                 'name, each given once: write ["joy", "anger"], {"0": "joy", "1": "anger"}, or a '
@@ -420,6 +407,7 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
     content = ""
     cache = None
     if folder.is_dir():
+        _refuse_addresses(folder)
         content = digest_of_files(folder, folder.rglob("*"))
         cache = str(cache_folder() / "datasets" / content)
     else:
@@ -440,3 +428,16 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
         digest = f"{content}-{config}-{split}" if content else rows._fingerprint
         tables[split] = Table(rows, f"{name} ({split})", f"{digest}-{len(rows)}")
     return tables
+
+
+def _refuse_addresses(folder: Path) -> None:
+    """Raises UserError if the README of a folder names an address, which `datasets` would fetch."""
+    from huggingface_hub import metadata_load
+
+    readme = folder / "README.md"
+    if not readme.is_file():
+        return
+    text = str((metadata_load(readme) or {}).get("configs"))
+    address = re.search(r"[\w+]+://[^'\"\s]*", text)
+    if address:
+        raise UserError(f"{folder} names {address[0][:200]}, outside it: put the file itself there")

@@ -36,8 +36,6 @@ class Table:
     """The file, the pattern, or `data set (split)`, as messages name it."""
     digest: str
     """Changes when the content does."""
-    note: str = ""
-    """How the file is read, if a setting decides that."""
     numbers: np.ndarray | None = None
     """(rows,) int64, ascending: the rows that count, from 0; None: all."""
     text_columns: tuple[str, ...] = ()
@@ -94,8 +92,8 @@ class Table:
         return listing(row + 1 for row in rows)
 
     def batches(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
-        """All rows in order, as record batches or tables of pyarrow; read from the disk, as pages of
-        a memory-mapped file count as memory."""
+        """All rows in order, as record batches or tables of pyarrow; read from the disk, as pages
+        of a memory-mapped file count as memory."""
         import pyarrow
 
         names = list(columns or self.rows.column_names)
@@ -155,8 +153,8 @@ class Table:
     def find_columns(
         self, value: str | None, usual: tuple[str, ...], setting: str
     ) -> tuple[str, ...]:
-        """The columns that the value of a setting names, several as `a,b`; without a value, one with
-        a usual name, or none. Raises UserError when one is missing."""
+        """The columns that the value of a setting names, several as `a,b`; without a value, one
+        with a usual name, or none. Raises UserError when one is missing."""
         if value is None:
             lowered = {name.lower().strip(): name for name in reversed(self.rows.column_names)}
             return tuple(lowered[name] for name in usual if name in lowered)[:1]
@@ -194,8 +192,8 @@ class Table:
         return not all(_NUMBER.fullmatch(str(cell or "")) for cell in self.rows[:100][column])
 
     def pair_column(self, name: str | None, column: str) -> str | None:
-        """The column of second texts that the setting names. Raises UserError when it is missing, or
-        the first's."""
+        """The column of second texts that the setting names. Raises UserError when it is missing,
+        or the first's."""
         if name is not None and name in self.columns_of(column):
             raise UserError(f"--text_pair {name} is the first text's column too: name another")
         return ",".join(self.find_columns(name, (), "text_pair")) or None

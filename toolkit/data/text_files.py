@@ -61,7 +61,7 @@ def open_text(path: Path, encoding: str) -> io.TextIOWrapper:
     elif has_utf8_mark(path):  # GB18030 decodes it, to other characters
         fault = f"begins with UTF-8's byte order mark, and --encoding is {encoding}"
         raise UserError(f"{path} {fault}: pass utf-8")
-    return io.TextIOWrapper(open_bytes(path), encoding, newline="")
+    return io.TextIOWrapper(open_bytes(path), encoding, newline="\n")
 
 
 def encoding_fault(path: Path, encoding: str) -> str:
@@ -153,7 +153,6 @@ class _CsvFile:
                 start = self._read_header(block)
             check_columns(self.path, self.names)
             table = self._parse(block, start)
-            self._refuse_headers(table)
             if self.quoted:
                 self._refuse_swallowed_rows(table)
             self.lines += block.count("\n")
@@ -226,7 +225,12 @@ class _CsvFile:
             for cells in rows:
                 width = width or len(cells)
                 if cells and len(cells) != width:
-                    fault = f"{len(cells)} cells where the header has {width}: {self._remedy()}"
+                    fault = (
+                        f"{len(cells)} cells where the header has {width}: pass another "
+                        f"--delimiter than {self.delimiter!r} (and --quoting csv), or put the "
+                        "texts "
+                        "with it, or with a lone \\r, in double quotes"
+                    )
                     break
                 line = self.lines + rows.line_num + 1
         except csv.Error as error:
@@ -235,31 +239,6 @@ class _CsvFile:
                 "double quotes are part of the texts, pass --quoting none; else double it"
             )
         raise UserError(f"{self.path}, line {line}: {fault}")
-
-    def _remedy(self) -> str:
-        other = other_delimiter(self.names, self.delimiter)
-        if other:
-            return f"the header is one cell: pass --delimiter {other}"
-        if not self.quoted:
-            return "pass --quoting csv, or another --delimiter"
-        return (
-            f"put texts with {self.delimiter!r} or line ends (also a lone \\r) in double quotes, "
-            "and double the quotes within them"
-        )
-
-    def _refuse_headers(self, table: pyarrow.Table) -> None:
-        """Raises UserError for a second header, as of files written one after another."""
-        import pyarrow.compute as pc
-
-        if table.num_columns < 2:
-            return
-        equal: Any = True
-        for name, column in zip(self.names, table.columns, strict=True):
-            equal = pc.and_(equal, pc.equal(column, name))
-        rows = pc.indices_nonzero(equal)
-        if len(rows):
-            row = self.rows + rows[0].as_py() + 1
-            raise UserError(f"{self.path}, row {row} repeats the names of the columns: remove it")
 
     def _refuse_swallowed_rows(self, table: pyarrow.Table) -> None:
         """Raises UserError for a quote that was not meant as one and takes in the rows up to the
@@ -298,14 +277,6 @@ def _delimiter(path: Path, settings: TextSettings) -> str:
     if len(delimiter) != 1 or not delimiter.isascii() or delimiter in '"\r\n':
         raise UserError(f"--delimiter {settings.delimiter!r}: give one ASCII character, or tab")
     return delimiter
-
-
-def other_delimiter(header: list[str], delimiter: str = "") -> str:
-    """The likely delimiter of a header that was read as one cell; or empty."""
-    for name, mark in {"tab": "\t", "';'": ";", "'|'": "|", "','": ","}.items():
-        if len(header) == 1 and mark in header[0] and mark != delimiter:
-            return name
-    return ""
 
 
 def cast_batch(batch: pyarrow.RecordBatch, schema: pyarrow.Schema) -> pyarrow.Table:

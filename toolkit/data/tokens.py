@@ -1,4 +1,5 @@
-"""Texts -> tokens on disk: one flat array per split, memory-mapped, so that ranks share its pages."""
+"""Texts -> tokens on disk: one flat array per split, memory-mapped, so that ranks share its
+pages."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class LengthBuckets:
         return cls(full, config.block_size)
 
     def of(self, lengths: np.ndarray) -> np.ndarray:
-        """(samples,) int64 bucket ids: texts of one bucket have the same outputs together as alone."""
+        """(samples,) int64 bucket ids: texts of one bucket have the same outputs together as
+        alone."""
         return np.where(lengths <= self.full, 0, -(-lengths // self.block))
 
     def widest(self, length: int) -> int:
@@ -79,7 +81,8 @@ class Split:
     buckets: LengthBuckets | None = field(default=None, kw_only=True)
     """Set if the width of a batch changes the model's outputs."""
     token_types: np.ndarray | None = field(default=None, kw_only=True)
-    """(tokens,) int8, of pairs: 0 or 1, the text of each token; None if the tokenizer has no types."""
+    """(tokens,) int8, of pairs: 0 or 1, the text of each token; None if the tokenizer has no
+    types."""
     weights: np.ndarray | None = field(default=None, kw_only=True)
     """(samples,) float32: the weight of each sample's loss (--class_weights); 1 if None."""
     sampling_probabilities: np.ndarray | None = field(default=None, kw_only=True)
@@ -87,7 +90,8 @@ class Split:
     columns: dict[str, np.ndarray] = field(default_factory=dict, kw_only=True)
     """Name -> (samples, ...): extra arrays for `Batch.columns`."""
     collator: Any = field(default=None, kw_only=True)
-    """A subclass of `toolkit.data.batches.Collator`, or a function that makes one; None: `Collator`."""
+    """A subclass of `toolkit.data.batches.Collator`, or a function that makes one; None:
+    `Collator`."""
 
     def __post_init__(self) -> None:
         for name, values in self.columns.items():
@@ -121,11 +125,13 @@ class Split:
         return self.input_ids[self.span(index)]
 
     def gather(self, values: np.ndarray, indices: np.ndarray) -> np.ndarray:
-        """Per token, (tokens,), of all samples -> (T,), of the samples `indices`, one after another."""
+        """Per token, (tokens,), of all samples -> (T,), of the samples `indices`, one after
+        another."""
         return gather_slices(values, self.offsets, indices)[0]
 
     def loss_denominators(self, indices: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """(samples,): what each sample adds to the loss denominator: 1, int64, or its weight, float64."""
+        """(samples,): what each sample adds to the loss denominator: 1, int64, or its weight,
+        float64."""
         if self.weights is None:
             return np.broadcast_to(np.int64(1), len(self))[indices]
         return self.weights[indices].astype(np.float64)
@@ -145,7 +151,8 @@ class Split:
         return groups
 
     def truncate(self, tokenizer: Any, max_length: int, name: str) -> Split:
-        """The same samples with at most `max_length` tokens each, for a split whose texts are saved."""
+        """The same samples with at most `max_length` tokens each, for a split whose texts are
+        saved."""
         lines = read_lines(self.folder / "texts.jsonl")
         texts: Any = lines
         pairs: Any = None
@@ -309,9 +316,9 @@ class Block(NamedTuple):
 def encode_blocks(
     tokenizer: Any, blocks: Iterable[TextBlock], max_length: int, total: int, what: str = "tokens"
 ) -> Iterator[Block]:
-    """Blocks of texts -> blocks of their tokens, at most `max_length` of each text; the longer text of
-    a pair is truncated first. Tokenizes the next texts while the caller writes these. `what`, `total`
-    (texts): for progress."""
+    """Blocks of texts -> blocks of their tokens, at most `max_length` of each text; the longer text
+    of a pair is truncated first. Tokenizes the next texts while the caller writes these. `what`,
+    `total` (texts): for progress."""
     # a copy: its truncation setting would be saved with the model by the process that tokenized
     tokenizer = copy.deepcopy(tokenizer)
     # sets the truncation once, before the threads
@@ -404,8 +411,8 @@ def cut_long_texts(tokenizer: Any, texts: Sequence[str], max_length: int) -> Seq
 def encode_texts(
     tokenizer: Any, texts: Sequence[str], max_length: int, pairs: Sequence[str] | None = None
 ) -> dict[str, np.ndarray]:
-    """Texts (and second texts) in memory -> `input_ids`, `offsets`, and `token_types` of pairs if there
-    are any."""
+    """Texts (and second texts) in memory -> `input_ids`, `offsets`, and `token_types` of pairs if
+    there are any."""
     parts = [slice(start, start + _BATCH_TEXTS) for start in range(0, len(texts), _BATCH_TEXTS)]
     pending = ((texts[part], None if pairs is None else pairs[part]) for part in parts)
     blocks = list(encode_blocks(tokenizer, pending, max_length, len(texts)))
@@ -468,7 +475,8 @@ def refuse_foreign_tokenizer(tokenizer: Any, config: Any) -> None:
     rows = getattr(pretrained.encoder_config(config), "vocab_size", None)
     if rows and len(tokenizer) > rows:
         raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model {rows}: they are of different "
+            f"the tokenizer has {len(tokenizer)} tokens and the model {rows}: they are of "
+            "different "
             "models; put the model's tokenizer files into its folder"
         )
 

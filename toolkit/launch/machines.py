@@ -38,8 +38,7 @@ def name_machine(host: str, ranks: Sequence[int]) -> str:
 
 def doctor_command(first: str) -> str:
     """What to run when machines do not find each other."""
-    peers = f"{first},ADDRESS_OF_THE_OTHER"
-    return f"`toolkit doctor --peers {peers}` on each machine shows more"
+    return f"`toolkit doctor --main_process_ip {first}` on each machine shows more"
 
 
 def find_machines(

@@ -1,7 +1,7 @@
 """The charts of report.html: matplotlib draws them with curves.mplstyle, as inline SVG.
 
-Colours are replaced by the CSS variables of the page, for its light and dark modes. Names from the data appear in HTML
-only, as matplotlib may have no font for them.
+The page restyles its colours for dark mode and print. Names from the data appear in HTML only, as
+matplotlib may have no font for them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MAX_DOTS = 2000
-# colour in curves.mplstyle -> CSS variable of the page
-_COLOURS = {
-    "#00a001": "one", "#00b002": "two", "#00c003": "three", "#00f006": "four", "#00f007": "five", "#00f008": "six",
-    "#00f009": "seven", "#00f00a": "eight", "#00d004": "faint", "#00e005": "line",
-}  # fmt: skip
-DASHED: Any = {"color": "#00d004", "linewidth": 0.9, "linestyle": (0, (3, 3))}
+# CSS variables of the colours C0 to C7 of curves.mplstyle
+COLOURS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
+DASHED: Any = {"color": "#747c86", "linewidth": 0.9, "linestyle": (0, (3, 3))}
 # metrics that share a chart
 _EVALUATION_CHARTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "single_label_classification": (("accuracy", "f1_macro"),),
@@ -53,7 +50,8 @@ class Line(NamedTuple):
     values: pd.Series
     """Values by step, NaN if not finite."""
     kind: Literal["plain", "points", "smooth", "mean"] = "plain"
-    """`points`: a dot for each value; `smooth`: a moving average over pale values; `mean`: the average alone."""
+    """`points`: a dot for each value; `smooth`: a moving average over pale values; `mean`: the
+    average alone."""
 
 
 def charts(record: Record) -> list[Chart]:
@@ -61,7 +59,9 @@ def charts(record: Record) -> list[Chart]:
     steps, evaluations = record.steps, record.training_evaluations
     if not steps:
         return []
-    end, clip, saved = steps[-1]["step"], record.settings.get("max_grad_norm"), record.saved_step
+    end = steps[-1]["step"]
+    clip = record.settings.get("max_grad_norm")
+    saved = record.saved_step
 
     def draw_steps(
         title: str, name: str, kind: Any = "smooth", unit: float = 1, note: str = ""
@@ -122,8 +122,8 @@ def draw_lines(
     from_zero: bool = False,
     dashed_at: int | None = None,
 ) -> Chart:
-    """Lines over the steps 0 to `end`, each in the next colour of the page. A spike of a smooth line is cut off, so
-    that it does not flatten the rest of the curve, and noted."""
+    """Lines over the steps 0 to `end`, each in the next colour of the page, at most eight. A spike
+    of a smooth line is cut off, so that it does not flatten the rest of the curve, and noted."""
     values = pd.concat(
         [line.values for line in lines if line.kind == "smooth"] or [pd.Series(dtype=float)]
     )
@@ -140,20 +140,18 @@ def draw_lines(
         axes.set_xlim(0, 1.02 * end)
         axes.locator_params(axis="x", nbins=6, integer=True)
 
-    legend = (
-        tuple(zip(_COLOURS.values(), (line.name for line in lines), strict=False))
-        if len(lines) > 1
-        else ()
-    )
+    legend: Sequence[tuple[str, str]] = ()
+    if len(lines) > 1:
+        legend = tuple((COLOURS[place], line.name) for place, line in enumerate(lines))
     spike = f"up to {values.max():.4g} at step {values.idxmax():,}" if has_spike else ""
     return chart(title, draw, 2.3, legend, ", ".join(filter(None, (note, spike))))
 
 
 def _draw_line(axes: Axes, line: Line, colour: str) -> None:
     values = line.values
-    dots: Any = (
-        {"marker": "o", "clip_on": False} if line.kind == "points" or len(values) == 1 else {}
-    )
+    dots: Any = {}
+    if line.kind == "points" or len(values) == 1:
+        dots = {"marker": "o", "clip_on": False}
     if line.kind == "smooth":
         axes.plot(values, color=colour, linewidth=0.8, alpha=0.35)
     if line.kind in ("smooth", "mean"):
@@ -167,7 +165,8 @@ def scatter(true: np.ndarray, predicted: np.ndarray) -> Chart | None:
     pairs = pairs[np.isfinite(pairs).all(axis=1)]
     if not len(pairs):
         return None
-    dots, ends = pairs[:: -(-len(pairs) // _MAX_DOTS)], (pairs.min(), pairs.max())
+    dots = pairs[:: -(-len(pairs) // _MAX_DOTS)]
+    ends = (pairs.min(), pairs.max())
 
     def draw(axes: Axes) -> None:
         axes.plot(ends, ends, **DASHED)
@@ -177,10 +176,10 @@ def scatter(true: np.ndarray, predicted: np.ndarray) -> Chart | None:
         axes.set(xlabel="true", ylabel="predicted", xlim=ends, ylim=ends)
         axes.grid(axis="x")
 
-    thinned = (
-        f"; {len(dots):,} of {len(pairs):,} samples are drawn" if len(dots) < len(pairs) else ""
-    )
-    return chart("Predicted against true", draw, 4.2, note=f"dashed: exactly right{thinned}")
+    note = "dashed: exactly right"
+    if len(dots) < len(pairs):
+        note += f"; {len(dots):,} of {len(pairs):,} samples are drawn"
+    return chart("Predicted against true", draw, 4.2, note=note)
 
 
 def chart(
@@ -190,7 +189,8 @@ def chart(
     legend: Sequence[tuple[str, str]] = (),
     note: str = "",
 ) -> Chart:
-    """Draws one chart as SVG, with ids derived from its title; without matplotlib the note says what to install."""
+    """Draws one chart as SVG, with ids derived from its title; without matplotlib the note says
+    what to install."""
     if not is_installed("matplotlib"):
         return Chart(title, Markup(""), note=install_command("report"))
     import matplotlib
@@ -209,10 +209,10 @@ def chart(
         figure.savefig(
             file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
         )
-    # strip what must not be in the page: the XML prologue, URLs, and ids that two drawings would share
+    # strip what must not be in the page: the XML prologue, URLs, and ids that two drawings would
+    # share
     svg = re.sub(
         '(?s)^.*?<svg [^>]*(viewBox="[^"]*")[^>]*>', r'<svg \1 aria-hidden="true">', file.getvalue()
     )
     svg = re.sub('<g id="[^"]*"', "<g", svg)
-    svg = re.sub("|".join(_COLOURS), lambda drawn: f"var(--{_COLOURS[drawn[0]]})", svg)
     return Chart(title, Markup(svg), legend, note)

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from toolkit import demo, launch
 from toolkit.config import ModelSettings, TrainingSettings
-from toolkit.data.prepare import Prepared
+from toolkit.data.prepare import Data
 from toolkit.errors import UserError, did_you_mean, first_line, size_text
 from toolkit.evaluation import Evaluation
 from toolkit.launch.environment import attempt, max_restarts
@@ -229,7 +229,7 @@ class RunSummary:
         self,
         accelerator: Accelerator,
         settings: Any,
-        data: Prepared,
+        data: Data,
         schedule: Schedule,
         folder: Path,
     ) -> None:

@@ -18,7 +18,7 @@ from accelerate.utils import broadcast_object_list
 from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.model_folder import has_model, save_model
 from toolkit.config import DataSettings, ObjectiveSettings, TrainingSettings, section_in
-from toolkit.data.prepare import Prepared
+from toolkit.data.prepare import Data
 from toolkit.errors import UserError, listing
 from toolkit.launch.environment import attempt, launcher_start, place_of
 from toolkit.training.average import average_as_weights, remove_average
@@ -118,7 +118,7 @@ def _named_checkpoints(resume: str, checkpoints: Path) -> list[Path]:
 def identity_of(
     accelerator: Accelerator,
     settings: Any,
-    data: Prepared,
+    data: Data,
     recipe: str,
 ) -> dict[str, Any]:
     """The facts that must be equal in a checkpoint and in the run that resumes from it, as JSON. A
@@ -159,14 +159,17 @@ def _refuse_other_job(folder: Path, facts: Mapping[str, Any]) -> None:
     """Raises UserError if the checkpoint's `identity` is not this run's."""
     state = folders.read_state(folder)
     saved, current = state["identity"], facts["identity"]
-    if saved == current:
-        return
-    digests = {"data": "the content of the files, or the tokenizer", "model": "the model's weights"}
+    digests = {
+        "data": "the content of the files, or the tokenizer,",
+        "model": "the content of the model's files",
+    }
     reasons = differences(saved, current, [name for name in current if name not in digests])
     changed = [what for name, what in digests.items() if saved[name] != current[name]]
-    if changed:
+    if changed and not reasons:
         settings = differences(state["settings"], facts["settings"], _OF_DATA_AND_MODEL)
-        reasons += settings or [f"{what} has changed" for what in changed]
+        reasons = settings or [f"{what} has changed" for what in changed]
+    if not reasons:
+        return
     remedy = "Pass the settings it was saved with or another --output_dir, or "
     remedy += "--overwrite_output_dir to move that run aside and start again"
     raise UserError(f"{folder} belongs to another job: {'; '.join(reasons)}. {remedy}")

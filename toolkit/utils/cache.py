@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -48,8 +47,6 @@ def cached_folder(
             f"cannot write {folder} [{error.strerror or error}]: set TOOLKIT_CACHE to another "
             "folder (export TOOLKIT_CACHE=$(mktemp -d), say), or free space if the disk is full"
         ) from error
-    with contextlib.suppress(OSError):  # read-only for this user
-        os.utime(folder)  # the time of its last use
     if accelerator is not None:
         launch.wait_for_all(f"the {kind} {digest}")
         launch.require_equal(accelerator, f"the {kind}", {"source": digest})

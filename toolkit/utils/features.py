@@ -1,4 +1,4 @@
-"""The eight hooks of features, which the core calls, and the list of all features.
+"""The hooks of features, which the core calls, and the list of all features.
 
 A feature is a folder under `toolkit/features/` whose `feature.py` holds `FEATURE`, an instance of a
 subclass of `Feature`. That module is imported whenever settings are parsed or `toolkit --help` is
@@ -68,7 +68,7 @@ class Feature:
         return {}
 
     def data(self, settings: Any, data: Any, tokenizer: Any, accelerator: Any) -> Any:
-        """The data of a run (`toolkit.data.prepare.Prepared`), changed or not: another collator,
+        """The data of a run (`toolkit.data.prepare.Data`), changed or not: another collator,
         further columns. Raises UserError for settings that do not fit the data."""
         return data
 

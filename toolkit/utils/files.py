@@ -67,29 +67,24 @@ def replace_file(path: Path, flush: bool = True) -> Iterator[Path]:
 def replace_folder(
     path: Path,
     overwrite: bool = False,
-    flush: bool = True,
     check_old: Callable[[Path], object] = lambda old: None,
 ) -> Iterator[Path]:
     """Yields an empty draft folder, and renames it to `path` when the block succeeds.
 
-    With `flush` its content is on the disk before. Without `overwrite` it raises OSError if there
-    is anything but an empty folder at `path`; with it, `check_old` gets the old content, moved
-    aside, and may raise to restore it. If the block fails (Ctrl-C included), the draft is
-    removed."""
+    Its content is on the disk before. Without `overwrite` it raises OSError if there is anything
+    but an empty folder at `path`; with it, `check_old` gets the old content, moved aside, and may
+    raise to restore it. If the block fails (Ctrl-C included), the draft is removed."""
     draft = draft_path(path)
     try:
         draft.mkdir(parents=True)
         yield draft
-        if flush:
-            for file in filter(Path.is_file, draft.rglob("*")):
-                flush_path(file)
-            flush_folders(draft)
+        for written in [*draft.rglob("*"), draft]:
+            flush_path(written)
         _move(draft, path, overwrite, check_old)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    if flush:
-        flush_path(path.parent)
+    flush_path(path.parent)
 
 
 def _move(draft: Path, path: Path, overwrite: bool, check_old: Callable[[Path], object]) -> None:
@@ -105,12 +100,6 @@ def _move(draft: Path, path: Path, overwrite: bool, check_old: Callable[[Path], 
         old.rename(path)
         raise
     shutil.rmtree(old, ignore_errors=True)
-
-
-def flush_folders(folder: Path) -> None:
-    """Flushes the names of the files in the folder and its subfolders to the disk."""
-    for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
-        flush_path(path)
 
 
 def flush_path(path: Path) -> None:

@@ -57,7 +57,8 @@ def explain(batch: Any, recomputes: bool | None, error: Exception) -> str | None
         ways.append("--gradient_checkpointing true")
     ways.append(f"--max_length {width // 2}")
     batch_size = f"{samples} x {width} tokens"
-    return f"out of memory in {when} of {batch_size}: pass {', or '.join(ways)} [{_quoted(error)}]"
+    cause = first_line(error)
+    return f"out of memory in {when} of {batch_size}: pass {', or '.join(ways)} [{cause}]"
 
 
 def explain_without_batch(error: Exception) -> str | None:
@@ -67,8 +68,8 @@ def explain_without_batch(error: Exception) -> str | None:
         return None
     return (
         "out of memory: weights, gradients and the optimizer's state do not fit: launch with "
-        "zero2, zero3 or fsdp2 (accelerate_configs/), or pass --optimizer lion, --lora_r 8 or "
-        f"--freeze_layers N [{_quoted(error)}]"
+        "zero2, zero3 or fsdp2 (accelerate_configs/), or pass --lora_r 8 or "
+        f"--freeze_layers N [{first_line(error)}]"
     )
 
 
@@ -78,13 +79,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
         return True
     return isinstance(error, _ERRORS) and _MESSAGES.search(str(error)) is not None
-
-
-def _quoted(error: Exception) -> str:
-    for line in str(error).splitlines():
-        if _MESSAGES.search(line):
-            return line.strip()[:200]
-    return first_line(error)[:200]
 
 
 def peak_resident_bytes() -> int:
@@ -134,7 +128,7 @@ def machine_memory() -> int:
     import psutil
 
     size = psutil.virtual_memory().total
-    limit, _, _ = container_memory()
+    limit = read_cgroup("memory.max")
     return min(size, int(limit)) if limit.isdigit() else size
 
 

@@ -7,43 +7,32 @@ import time
 
 from tqdm import tqdm
 
-FIRST_SECONDS, LINE_SECONDS, SCREEN_SECONDS = 5.0, 15.0, 0.5
+_FIRST_SECONDS, _LOG_SECONDS, _SCREEN_SECONDS = 5.0, 15.0, 0.5
 
 
 class Progress:
-    """`validation: 1200 of 5000 rows, 150 rows/s, 00:25 left`, rewritten in a terminal, every 15
-    seconds in a file."""
+    """tqdm's bar: rewritten in a terminal, a line every 15 seconds in a file."""
 
     def __init__(self, what: str, total: int, unit: str = "rows") -> None:
-        self.what = what
         self.total = total
-        self.unit = unit
         self.started = time.monotonic()
-        self.due = self.started + FIRST_SECONDS
-        self.in_terminal = sys.stderr.isatty()
-        self.is_shown = False
+        seconds = _SCREEN_SECONDS if sys.stderr.isatty() else _LOG_SECONDS
+        self._bar = tqdm(
+            desc=what,
+            total=total,
+            unit=f" {unit}",
+            delay=_FIRST_SECONDS,
+            mininterval=seconds,
+            maxinterval=seconds,
+            leave=False,
+        )
 
     def update(self, done: int, part: float | None = None) -> None:
         """`part`: the share of the work that is done, if it is not that of the rows."""
-        now = time.monotonic()
-        if now < self.due or not done:
-            return
-        seconds = now - self.started
-        remaining = tqdm.format_interval(seconds / (part or done / self.total) - seconds)
-        rate = f"{done / seconds:.0f} {self.unit}/s"
-        line = f"{self.what}: {done} of {self.total} {self.unit}, {rate}, {remaining} left"
-        if self.in_terminal:
-            self.due = now + SCREEN_SECONDS
-            self.is_shown = True
-            self._rewrite(line)
-        else:
-            self.due = now + LINE_SECONDS
-            print(line, file=sys.stderr, flush=True)
+        if part is not None:
+            done = round(part * self.total)
+        self._bar.update(done - self._bar.n)
 
     def close(self) -> None:
-        """Removes the line from a terminal."""
-        if self.is_shown:
-            self._rewrite("")
-
-    def _rewrite(self, line: str) -> None:
-        print(f"\r{line}\x1b[K", end="", file=sys.stderr, flush=True)
+        """Removes the bar from a terminal."""
+        self._bar.close()

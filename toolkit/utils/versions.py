@@ -17,6 +17,10 @@ PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "pef
 ALL_PACKAGES = (*PACKAGES, "tokenizers", "safetensors")
 Table = tuple[str, Mapping[str, Any]]
 """(host, its {name: version})."""
+_OTHER_WAYS = {
+    "device": "`toolkit doctor` on the machine with cpu shows why torch sees no GPU there",
+    "python": "use the same Python on all machines",
+}
 _ROOT = Path(__file__).resolve().parent.parent  # the package
 
 
@@ -32,20 +36,17 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
 
 
 def requirements(extra: str = "") -> list[Any]:
-    """What this toolkit requires, or what an extra of it adds, as packaging's `Requirement`s."""
+    """What this toolkit requires, with an extra of it, as packaging's `Requirement`s."""
     from packaging.requirements import Requirement
 
     lines = [Requirement(text) for text in importlib.metadata.requires(OURS) or []]
-    core = [line for line in lines if line.marker is None or line.marker.evaluate({"extra": ""})]
-    if not extra:
-        return core
-    others = [line for line in lines if line not in core]
-    return [line for line in others if line.marker and line.marker.evaluate({"extra": extra})]
+    names = {"extra": extra}
+    return [line for line in lines if line.marker is None or line.marker.evaluate(names)]
 
 
 def check_requirements(extra: str = "") -> list[str]:
     """`transformers 5.30.0 (tested: <5.25,>=5.18)` for each library newer than pyproject.toml
-    allows; of an extra's, those that are installed.
+    allows. With an extra: of those that are installed.
 
     Raises UserError for missing and older ones: they lack what is imported, or compute something
     else.
@@ -104,9 +105,11 @@ def describe_differences(tables: Sequence[Table]) -> str:
     """What differs, as `torch is 2.13.0 on A and 2.12.1 on B`; empty for nothing."""
     texts = []
     for name in dict.fromkeys(name for _, values in tables for name in values):
-        hosts: dict[str, dict[str, None]] = {}  # value -> the hosts that have it, in order
+        hosts: dict[str, list[str]] = {}  # value -> the hosts that have it, in order
         for host, values in tables:
-            hosts.setdefault(str(values.get(name)), {})[host] = None
+            names = hosts.setdefault(str(values.get(name)), [])
+            if host not in names:
+                names.append(host)
         if len(hosts) > 1:
             differing = [f"{value} on {', '.join(names)}" for value, names in hosts.items()]
             texts.append(f"{name} is {' and '.join(differing)}")
@@ -120,14 +123,12 @@ def remedy(tables: Sequence[Table]) -> str:
     for _, values in tables[1:]:
         names |= {name for name in {**first, **values} if first.get(name) != values.get(name)}
     ways = []
-    libraries = [name for name in ALL_PACKAGES if name in names]
-    pins = [f"{name}=={first[name]}" for name in libraries if first.get(name)]
+    pins = [f"{name}=={first[name]}" for name in ALL_PACKAGES if name in names and first.get(name)]
     if pins:
         ways.append(f"`pip install {' '.join(pins)}` on the others")
-    if "code" in names or "toolkit" in names:
+    if names & {"code", "toolkit"}:
         ways.append("copy the same code to all machines (`git pull`, or rsync the folder)")
-    if "device" in names:
-        ways.append("`toolkit doctor` on the machine with cpu shows why torch sees no GPU there")
-    if "python" in names:
-        ways.append("use the same Python on all machines")
+    for name, way in _OTHER_WAYS.items():
+        if name in names:
+            ways.append(way)
     return ", and ".join(ways)

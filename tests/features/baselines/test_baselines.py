@@ -1,7 +1,6 @@
 """The largest class and tf-idf as baselines: their metrics by hand, and their limits."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -66,8 +65,8 @@ def test_many_rows_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_file_is_read_for_its_own_evaluation_only(tmp_path: Path) -> None:
     split, logits = made(50, 2), np.zeros((50, 3), np.float32)
-    data: Any = SimpleNamespace(train=made(90, 1), labels=THREE)
-    lines = write_baselines(tmp_path, data, (split, logits), ClassAnswers(THREE))
+    train = made(90, 1)
+    lines = write_baselines(tmp_path, train, split, logits, ClassAnswers(THREE))
     assert LINEAR in lines[0]
     assert LINEAR in lines[1]  # warns that the model is not better
     same, other = (Evaluation("test", {"num_samples": count}, None) for count in (50, 51))
@@ -75,6 +74,6 @@ def test_the_file_is_read_for_its_own_evaluation_only(tmp_path: Path) -> None:
     assert content["train"] == 90
     assert read_baselines(tmp_path, other) is None
     settings = build(TaskSettings, {"baselines": False})
-    assert FEATURE.results(tmp_path, settings, data, None, None) == ()
+    assert FEATURE.results(tmp_path, settings, None, None, None) == ()
     assert list(tmp_path.iterdir()) == []
     assert read_baselines(tmp_path, same) is None

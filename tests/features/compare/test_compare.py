@@ -17,7 +17,7 @@ from toolkit.cli import build_parser
 from toolkit.data.labels import Labels
 from toolkit.features.compare.command import charts
 from toolkit.features.compare.command import run as run_command
-from toolkit.report import comparison as statistics
+from toolkit.report import statistics
 from toolkit.report.comparison import as_text, compare, tables
 
 NAMES = ("neg", "pos", "没有")
@@ -75,24 +75,10 @@ def test_intervals_and_tests(tmp_path: Path) -> None:
     assert "Clear difference in f1_macro (p < 0.05): bad" in as_text(comparison)
 
 
-def test_equal_runs_have_no_clear_difference_and_their_losses_are_compared_by_step(
-    tmp_path: Path,
-) -> None:
-    lines, alone = predictions(0.1), {"num_processes": 1, "distributed_type": "NO", "deepspeed": None,
-                                      "mixed_precision": "bf16", "device": "A100"}  # fmt: skip
-    folders = [
-        made(tmp_path / "zero", lines, per_device_batch_size=4),
-        made(tmp_path / "one", lines, alone),
-    ]
-    steps = (
-        (tmp_path / "one" / "metrics.jsonl").read_text().replace('"loss": 0.5,', '"loss": 0.50001,')
-    )
-    (tmp_path / "one" / "metrics.jsonl").write_text(steps)
-    zero, one = compare(folders)[0]["runs"]
-    assert (zero["strategy"], one["strategy"]) == ("2 x ZeRO-2", "one process")
-    assert {metric["p"] for name, metric in one["metrics"].items() if name != "loss"} == {1}
-    assert one["loss_difference"] == pytest.approx(2e-5, rel=1e-2)
-    assert zero["peak_memory_bytes"] == 2**30
+def test_equal_runs_have_no_clear_difference(tmp_path: Path) -> None:
+    lines = predictions(0.1)
+    runs = compare([made(tmp_path / name, lines) for name in ("a", "b")])[0]["runs"]
+    assert {metric["p"] for name, metric in runs[1]["metrics"].items() if name != "loss"} == {1}
 
 
 def test_seeds_of_one_job_have_a_mean_and_a_spread(tmp_path: Path) -> None:
@@ -111,7 +97,7 @@ def test_seeds_of_one_job_have_a_mean_and_a_spread(tmp_path: Path) -> None:
     assert sorted(group["runs"]) == ["s1", "s2", "s3"]
     assert group["metrics"]["accuracy"]["mean"] == pytest.approx(np.mean(values))
     assert group["metrics"]["accuracy"]["std"] == pytest.approx(np.std(values, ddof=1))
-    assert len(tables(comparison)) == 3
+    assert len(tables(comparison)) == 2
 
 
 def test_differently_defined_losses_are_not_compared(tmp_path: Path) -> None:

@@ -158,10 +158,6 @@ def test_evaluate_agrees_with_the_run(way: str, runs: dict[str, Path], tmp_path:
     mine, theirs = ([(line["label"], line["prediction"]) for line in lines_of(folder / "predictions.jsonl")]
                     for folder in (out, run))  # fmt: skip
     assert mine == theirs
-    if way == "single":
-        start(command).says_in_one_line("--overwrite")
-        (out / "mine.txt").touch()
-        start([*command, "--overwrite"]).says_in_one_line("--overwrite")
 
 
 def test_a_run_is_compared_with_baselines(runs: dict[str, Path]) -> None:

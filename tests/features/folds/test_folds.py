@@ -10,15 +10,17 @@ import pandas as pd
 import pytest
 
 from tests.faults import refusal
-from tests.report.made import make_run, single
+from tests.report.made import make_run
+from tests.report.test_html import single
 from tests.runs import ROOT, lines_of, start
 from toolkit.cli import build_parser
 from toolkit.config import TextSettings
 from toolkit.data.labels import MULTI, SINGLE, Labels
 from toolkit.data.read import read_file
 from toolkit.features.folds import command, correct
-from toolkit.features.folds.page import balanced_skill, find_suspects, write_page
-from toolkit.features.folds.split import held_out_rows, texts_of, write_part
+from toolkit.features.folds.page import balanced_skill, write_page
+from toolkit.features.folds.split import held_out_rows, row_digest, texts_of, write_part
+from toolkit.features.folds.suspects import find_suspects
 
 NAMES = ("a", "b")
 
@@ -87,6 +89,7 @@ def folds(tmp_path: Path) -> Callable[..., list[str]]:
             classes = [(row % 5 == 0) ^ (row == 7) for row in rows]
             chances = np.array([[0.1, 0.9] if row % 5 == 0 else [0.9, 0.1] for row in rows])
             lines, numbers = single(NAMES, chances, [int(each) for each in classes])
+            lines = [{**line, "id": place} for place, line in enumerate(lines)]
             make_run(tmp_path / f"fold-{fold}", Labels(SINGLE, NAMES, ("label",)), lines, numbers)
         texts = texts_of(table, "text", None)
         return write_page(tmp_path, table, texts, ["label"], held_out)
@@ -113,8 +116,6 @@ def test_the_page_and_its_corrections(
     assert error["row_digest"] in page
     leave_out = {"id": 8, "cells": None}
     table = read_file(str(tmp_path / "rows.jsonl"), TextSettings())
-    from toolkit.features.folds.split import row_digest
-
     leave_out["row_digest"] = row_digest(["text 8", cells[8], "x"])
     corrections = tmp_path / "corrections.jsonl"
     corrections.write_text(f"{json.dumps(error)}\n\n{json.dumps(leave_out)}\n")
@@ -183,6 +184,20 @@ def test_a_recipe_in_folds(tiny_model: Path, reviews: Path, tmp_path: Path) -> N
     assert [line["label"] for line in lines] == list(rows["label"].astype(str))
     again = start(words).succeeded()
     assert "fold-1:" not in again.out
-    trained = words.copy()
-    trained[8] = tmp_path / "folds" / "fold-1" / "model"
-    assert "suspected labels" in start(trained).succeeded().out  # of other rows, by its config
+
+
+def test_a_model_that_has_seen_the_labels_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "rows.csv").write_text("text,label\n")
+    settings = {"train_file": "rows.csv"}
+    config = {
+        "settings": settings,
+        "data": {"labels": ["a"]},
+        "identity": {},
+        "launch": {"folder": str(tmp_path)},
+    }
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    words = ["folds", ROOT / "recipes/cls.py", "--train_file", tmp_path / "rows.csv",
+             "--model_name_or_path", tmp_path / "run" / "model"]  # fmt: skip
+    parsed = build_parser().parse_known_args(list(map(str, words)))
+    refusal(command.run, *parsed, says=["--model_name_or_path", "labels of these rows"])

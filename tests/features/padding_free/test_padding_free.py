@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import varlen
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tests import inputs
 from tests.architectures import make_architecture
@@ -25,9 +26,10 @@ from toolkit.config import ModelSettings, TaskSettings, build
 from toolkit.data.batches import Batch, Collator
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split, load_tokenizer
-from toolkit.features.padding_free import packed as module
+from toolkit.features.padding_free import attention as module
+from toolkit.features.padding_free.attention import Packed, attend
+from toolkit.features.padding_free.collator import PackedCollator, round_up
 from toolkit.features.padding_free.feature import FEATURE
-from toolkit.features.padding_free.packed import Packed, PackedCollator, round_up
 from toolkit.models.classifier import load_classifier
 
 FAMILIES = (
@@ -121,14 +123,13 @@ def reference_kernel(
 
 
 def use_kernel(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_is_loop_faster", lambda packed: kind == "text by text")
     if kind == "varlen_attn":
         monkeypatch.setattr(module, "_supports_varlen", lambda query: True)
         monkeypatch.setattr(module, "varlen_attn", reference_kernel)
 
 
 @pytest.mark.parametrize("on_gpu", [False, True], ids=["", "with padding texts"])
-@pytest.mark.parametrize("kind", ["text by text", "padded in attention", "varlen_attn"])
+@pytest.mark.parametrize("kind", ["padded in attention", "varlen_attn"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_and_gradients_are_equal(
     name: str,
@@ -167,9 +168,6 @@ def test_the_last_layer_computes_the_first_tokens_only(load: Models, accelerator
     expected = classifier.eval()(**inputs).logits
     load("BERT")  # another model
     assert torch.equal(classifier(**inputs).logits, expected)
-    # a hook on the last layer gets every token
-    classifier.bert.encoder.layer[-1].attention.register_forward_hook(lambda *words: None)
-    assert width_of_last(classifier, **inputs) == 123
 
 
 def test_a_row(tokenizer: Any) -> None:
@@ -207,37 +205,32 @@ def test_varlen_attn_is_used_in_half_precision_without_dropout(
 ) -> None:
     kernel = Mock(wraps=varlen.varlen_attn)
     monkeypatch.setattr(module, "varlen_attn", kernel)
+    layer = torch.nn.Identity()
+
+    def shape(query: torch.Tensor, key: torch.Tensor, **options: Any) -> tuple[int, ...]:
+        words = {"attention_mask": None, "packed": packed, **options}
+        return tuple(attend(sdpa_attention_forward, layer, query, key, key, **words)[0].shape)
+
     with torch.device("meta"):
-        packed = Packed(
-            (3, 2), 2, 3, torch.zeros(3, dtype=torch.int32), torch.zeros(5, dtype=torch.int64)
-        )
+        starts, places = torch.zeros(3, dtype=torch.int32), torch.zeros(5, dtype=torch.int64)
+        packed = Packed((3, 2), 2, 3, starts, places)
         key = torch.zeros(1, 4, 5, 16, dtype=torch.bfloat16)
-        queries = {
-            (1, 5, 4, 16): key,
-            (2, 1, 4, 16): torch.zeros(2, 4, 1, 16, dtype=torch.bfloat16),
-        }
-        for shape, query in queries.items():
-            assert module.attend(None, query, key, key, None, packed=packed)[0].shape == shape
-            assert (
-                module.attend(None, query, key, key, None, packed=packed, sliding_window=3)[0].shape
-                == shape
-            )
-        assert [call.kwargs["window_size"] for call in kernel.call_args_list] == [
-            (-1, -1),
-            (2, 2),
-        ] * 2
-        for other in (
-            {"dropout": 0.1},
-            {"key": key.float(), "query": key.float(), "value": key.float()},
-        ):
-            words = {"query": key, "key": key, "value": key, **other}
-            assert module.attend(None, attention_mask=None, packed=packed, **words)[0].shape == (
-                1,
-                5,
-                4,
-                16,
-            )
+        first = torch.zeros(2, 4, 1, 16, dtype=torch.bfloat16)
+        for query, expected in ((key, (1, 5, 4, 16)), (first, (2, 1, 4, 16))):
+            assert shape(query, key) == shape(query, key, sliding_window=3) == expected
+        windows = [call.kwargs["window_size"] for call in kernel.call_args_list]
+        assert windows == [(-1, -1), (2, 2)] * 2
+        assert shape(key, key, dropout=0.1) == shape(key.float(), key.float()) == (1, 5, 4, 16)
     assert kernel.call_count == 4
+
+
+def test_a_wrong_window_is_refused(load: Models, accelerator: Any, monkeypatch: Any) -> None:
+    """The check has a text that is longer than ModernBERT's window."""
+    attention = module._padded
+    monkeypatch.setattr(module, "_padded", lambda *words: attention(*words[:4], 1000, words[5]))
+    modern, tokenizer = load("ModernBERT")
+    _, packed = collators_of(tokenizer)
+    refusal(packed.prepare_model, accelerator, modern, says=["attention"])
 
 
 @pytest.mark.parametrize("name", ["DeBERTa-v3", "ALBERT", "BigBird", "Qwen3"])

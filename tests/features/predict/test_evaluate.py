@@ -21,6 +21,8 @@ from toolkit.evaluation.saved_model import choose_labels, training_run
 from toolkit.features.predict.command import _choose_output
 from toolkit.features.predict.evaluate import _output_folder, evaluate_file
 
+REST: dict[str, Any] = {"identity": {}, "launch": {}}  # of a run's config.json
+
 
 def labels_of_file(
     labels: Labels, columns: dict[str, list[Any]], model: Any = "none", name: str | None = None
@@ -51,7 +53,7 @@ def test_labels_of_the_training_run(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     data = {"label_columns": ["mood"], "label_values": ["0", "1"]}
     settings = {"label_names_file": "gone.json"}
-    (tmp_path / "config.json").write_text(json.dumps({"settings": settings, "data": data}))
+    (tmp_path / "config.json").write_text(json.dumps({"settings": settings, "data": data, **REST}))
     labels = Labels("single_label_classification", ("pos", "neg"), ())
     columns: dict[str, list[Any]] = {"label": [1, 1], "mood": [0, 1]}
     assert labels_of_file(labels, columns, tmp_path / "model") == [0, 1]
@@ -60,7 +62,9 @@ def test_labels_of_the_training_run(tmp_path: Path) -> None:
 
 def test_the_run_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run" / "model").mkdir(parents=True)
-    (tmp_path / "run" / "config.json").write_text('{"settings": {"seed": 3}, "data": {}}')
+    (tmp_path / "run" / "config.json").write_text(
+        json.dumps({"settings": {"seed": 3}, "data": {}, **REST})
+    )
     names = {".": ["run/model", "run/model/"], "run": ["model"], "run/model": [".", "../model"]}
     for folder, models in names.items():
         monkeypatch.chdir(tmp_path / folder)
@@ -113,6 +117,6 @@ def test_pairs_and_the_model_that_processes_compare(
     evaluate("--text_pair", "reply", "--overwrite")
     assert len({each["model"] for each in facts}) == len(facts) == 2
     (tmp_path / "config.json").write_text(
-        '{"settings": {}, "data": {"text_pair": "second"}}'
+        json.dumps({"settings": {}, "data": {"text_pair": "second"}, **REST})
     )  # of the model's run
     refusal(evaluate, "--overwrite", says=["pairs.csv has no column 'second'", "--text_pair"])

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.faults import Fault, refusal
+from tests.faults import refusal
 from tests.jobs_worker import run_jobs
 from tests.report.made import classifier
 from tests.runs import WAYS, lines_of, recipe
@@ -153,7 +153,7 @@ def test_options_that_do_not_fit(predicted: Predict) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_process_loses_only_unfinished_windows(
-    number: signal.Signals, predicted: Predict, model: Path, tmp_path: Path, fault: Fault
+    number: signal.Signals, predicted: Predict, model: Path, tmp_path: Path
 ) -> None:
     """A signal after the second of five parts; the same command continues after the finished parts. After Ctrl-C,
     during which one more may be finished, a line counts them."""
@@ -185,7 +185,6 @@ def test_a_killed_process_loses_only_unfinished_windows(
         line = next(line for line in ended.err.splitlines() if str(out) in line)
         assert f"{16 * len(parts)} of {ROWS} rows" in line
         assert " ".join(map(str, words)) in line
-        fault("Ctrl-C in `toolkit predict`", line, "the windows that were being computed")
     again = recipe(*words[1:], script=words[0]).succeeded()
     assert again.out.split() == [str(start) for start in range(16 * len(parts), ROWS, 16)]
     assert out.read_bytes() == whole
@@ -215,6 +214,8 @@ def test_the_quoting_of_the_training_file_is_used(
     config = {
         "settings": {"train_file": "train.TSV.gz", "quoting": "none"},
         "data": {"text_column": "text"},
+        "identity": {},
+        "launch": {},
     }
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
     texts = ['"a good film"', '""', 'he said "dull"', "fine"]
@@ -226,7 +227,6 @@ def test_the_quoting_of_the_training_file_is_used(
     content = "\n".join(["text", *texts, ""])
     lines = predict(content, "a.tsv", "out.tsv").read_text().splitlines()
     assert [line.split("\t")[0] for line in lines] == ["text", *texts]
-    assert "--quoting none" in capsys.readouterr().err
     assert [row["text"] for row in rows_of(predict(content, "a.tsv", "out.csv"))] == texts
     explicit = predict(
         'text\n"a good film"\n', "explicit.tsv", "as-csv.tsv", "--quoting", "csv"

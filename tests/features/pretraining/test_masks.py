@@ -198,27 +198,23 @@ def test_texts_become_counts_and_words(
     monkeypatch.setattr(module, "word_starts", segment)
     texts = ("good film", "the [MASK] 很好", "z 很好", "é", "x" * 90, "fine " * 150, "fine " * 9000)
     rows = [{"text": text} for text in texts]
-    data = prepared(rows, PretrainSettings, validation_file=rows[:2], whole_word_mask=True)
+    more = {"validation_file": rows[:2], "mlm_probability": "0.15"}
+    data = prepared(rows, PretrainSettings, whole_word_mask=True, **more)
     collate = collator_of(data.train, tokenizer)  # with the masks of evaluations
     assert data.train.labels.tolist() == collate.loss_denominators(np.arange(len(rows))).tolist()
     assert data.train.labels[4] == 90  # one word
     assert max(len(call.args[0]) for call in segment.mock_calls) == 16 * 131  # characters
     assert data.train.words is not None
     assert [int(data.train.words[data.train.span(row)][1:-1].sum()) for row in (0, 4)] == [2, 1]
-    assert prepared(rows, PretrainSettings, validation_file=rows[:2]).train.words is None
+    assert prepared(rows, PretrainSettings, **more).train.words is None
 
 
 def test_texts_without_a_token_to_mask(prepared: Callable[..., Any]) -> None:
     rows = [{"text": text} for text in ("[MASK] [SEP]", "😀 😀")]
     says = ["train_file.jsonl", "special and unknown tokens only", "--text_column", "tokenizer"]
     refusal(prepared, rows, PretrainSettings, validation_file=rows, says=says)
-    said = refusal(
-        prepared,
-        [{"text": " "}] * 2,
-        PretrainSettings,
-        says=["every text in column 'text' is empty"],
-    )
-    assert "--text_column" not in said  # there is no other
+    blank = [{"text": " "}] * 2
+    refusal(prepared, blank, PretrainSettings, says=["every text in column 'text' is empty"])
 
 
 def test_label_smoothing_is_not_for_masks() -> None:

@@ -9,13 +9,13 @@ import pytest
 
 from tests.faults import refusal
 from toolkit.config import TextSettings, build
-from toolkit.data.prepare import Prepared
+from toolkit.data.prepare import Data
 from toolkit.data.read import read_file
 from toolkit.features.titles.data import Titles
 from toolkit.features.titles.settings import TitleSettings
 
 Row = dict[str, Any]
-Prepare = Callable[..., Prepared]
+Prepare = Callable[..., Data]
 WriteRows = Callable[..., str]
 
 
@@ -28,7 +28,7 @@ def news(count: int) -> list[Row]:
 
 
 @pytest.fixture
-def prepared(prepared: Callable[..., Any]) -> Callable[..., Prepared]:
+def prepared(prepared: Callable[..., Any]) -> Callable[..., Data]:
     return partial(prepared, kind=TitleSettings)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.parse import has_section, section_in
-from toolkit.config.sections import TrainingSettings, section
+from toolkit.config.parse import section_in
+from toolkit.config.sections import TaskSettings, section
 from toolkit.utils.features import Feature, PagePart
 
 
@@ -16,27 +16,29 @@ class BaselineSettings:
     """Comparison with simple models."""
 
     baselines: bool = True
-    """At the end, compare accuracy and F1 with the largest class and with tf-idf + logistic regression."""
+    """At the end, compare accuracy and F1 with the largest class and with tf-idf + logistic
+    regression."""
 
 
 class BaselinesFeature(Feature):
     def settings(self, settings_class: type) -> Mapping[str, type]:
-        return (
-            {"baselines": BaselineSettings} if has_section(settings_class, TrainingSettings) else {}
-        )
+        if issubclass(settings_class, TaskSettings):
+            return {"baselines": BaselineSettings}
+        return {}
 
     def results(
         self, folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any
     ) -> Sequence[str]:
-        from toolkit.features.baselines.baselines import write_baselines
-
         if not section_in(settings, BaselineSettings).baselines:
             # from before the settings changed
             (folder / "baselines.json").unlink(missing_ok=True)
             return ()
-        return (
-            write_baselines(folder, data, evaluation.outputs, answers) if evaluation.outputs else ()
-        )
+        if not evaluation.outputs:
+            return ()
+        from toolkit.features.baselines.baselines import write_baselines
+
+        split, logits = evaluation.outputs
+        return write_baselines(folder, data.train if data else None, split, logits, answers)
 
     def page(self, page: Any) -> PagePart | None:
         from toolkit.features.baselines.baselines import read_baselines
@@ -45,9 +47,8 @@ class BaselinesFeature(Feature):
         if content is None:
             return None
         titles = [page.record.metric_title(name) for name in next(iter(content["models"].values()))]
-        return PagePart(
-            Path(__file__).with_name("page.html"), {"baselines": content, "titles": titles}
-        )
+        context = {"baselines": content, "titles": titles}
+        return PagePart(Path(__file__).with_name("page.html"), context)
 
 
 FEATURE = BaselinesFeature()

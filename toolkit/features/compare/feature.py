@@ -15,8 +15,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-FEATURE = Feature(Command(
-    "compare", "compare the metrics, speed and memory of runs", "toolkit.features.compare.command:run",
-    _add_arguments,
-    "Compares runs on the rows they predicted: metrics with confidence intervals, paired tests, speed, memory.",
-))  # fmt: skip
+FEATURE = Feature(
+    Command(
+        name="compare",
+        help="compare the metrics of runs",
+        run="toolkit.features.compare.command:run",
+        add_arguments=_add_arguments,
+        description="Compares runs on the rows they predicted: metrics with confidence intervals, "
+        "and paired tests.",
+    )
+)

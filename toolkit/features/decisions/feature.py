@@ -13,30 +13,34 @@ from toolkit.config.parse import section_in
 from toolkit.config.sections import TaskSettings, Values, needs, section
 from toolkit.utils.features import Feature, PagePart
 
+_CRITERIA = re.compile(r"f1|precision_at_recall=(0?\.\d+|1)|cost=\d*\.?\d+:\d*\.?\d+")
 
-def _criterion(text: str | None) -> str | None:
-    if text is None or re.fullmatch(
-        r"f1|precision_at_recall=(0?\.\d+|1)|cost=\d*\.?\d+:\d*\.?\d+", text
-    ):
+
+def _check_criterion(text: str | None) -> str | None:
+    if text is None or _CRITERIA.fullmatch(text):
         return text
-    precision = "precision_at_recall=0.9 (the best precision with a recall of at least 90 %)"
     raise ValueError(
-        f"give f1, {precision}, or cost=1:5 (cost of a false positive and of a false negative)"
+        "give f1, precision_at_recall=0.9 (the best precision with a recall of at least 90 %), or "
+        "cost=1:5 (cost of a false positive and of a false negative)"
     )
 
 
 @section
 class DecisionSettings:
-    """How probabilities become answers; tuned on the validation rows at the end and saved with the model."""
+    """How probabilities become answers; tuned on the validation rows at the end and saved with the
+    model."""
 
-    tune_thresholds: Annotated[str | None, AfterValidator(_criterion)] = None
-    """f1; for two classes or several labels also precision_at_recall=0.9, or cost=1:5 (false positive, negative)."""
+    tune_thresholds: Annotated[str | None, AfterValidator(_check_criterion)] = None
+    """For two classes or several labels: f1, precision_at_recall=0.9, or cost=1:5 (false positive,
+    false negative)."""
     positive_class: str | None = None
     """With two classes, the one whose threshold is tuned; the second one when not given."""
     calibrate: bool = False
-    """Divide the logits by a temperature, so that of answers with probability 0.8 about 80 % are right."""
+    """Divide the logits by a temperature, so that of answers with probability 0.8 about 80 % are
+    right."""
     abstain_below: float | None = Field(default=None, gt=0, lt=1)
-    """Give no answer (null, an empty cell) where the probability of the answer is lower; for one class per text."""
+    """Give no answer (null, an empty cell) where its probability is lower; for one class per
+    text."""
 
     @staticmethod
     def contradictions(values: Values) -> Iterator[str]:
@@ -56,13 +60,13 @@ class DecisionsFeature(Feature):
     def data(self, settings: Any, data: Any, tokenizer: Any, accelerator: Any) -> Any:
         decisions = section_in(settings, DecisionSettings)
         if decisions.any:
-            from toolkit.features.decisions.decisions import check
+            from toolkit.features.decisions.tune import check
 
             check(decisions, data.labels)
         return data
 
     def best_model(self, run: Any, evaluate: Callable[[Any], Any]) -> None:
-        from toolkit.features.decisions.decisions import tune_and_save
+        from toolkit.features.decisions.tune import tune_and_save
 
         tune_and_save(run, section_in(run.settings, DecisionSettings), evaluate)
 
@@ -76,15 +80,9 @@ class DecisionsFeature(Feature):
         effect = page.last.numbers.get("decisions")
         if effect is None:
             return None
-        from toolkit.features.decisions.decisions import coverage_chart, reliability_chart
+        from toolkit.features.decisions.effect import reliability_chart
 
-        charts = [reliability_chart(effect["before"], effect["after"])]
-        charts += (
-            [coverage_chart(effect["coverage"], effect["abstain_below"])]
-            if "coverage" in effect
-            else []
-        )
-        context = {"effect": effect, "charts": charts}
+        context = {"effect": effect, "charts": [reliability_chart(effect)]}
         return PagePart(Path(__file__).with_name("page.html"), context, {"decisions": "Decisions"})
 
 

@@ -15,7 +15,7 @@ from accelerate.utils import broadcast, gather_object
 from toolkit import launch
 from toolkit.config import ModelSettings, TaskSettings
 from toolkit.data.labels import Labels
-from toolkit.data.prepare import Prepared
+from toolkit.data.prepare import Data
 from toolkit.data.tokens import (
     LengthBuckets,
     Split,
@@ -35,8 +35,8 @@ _FILE = "logits.npy"
 
 
 def add_teacher_logits(
-    accelerator: Accelerator, settings: TaskSettings, name: str, data: Prepared, tokenizer: Any
-) -> Prepared:
+    accelerator: Accelerator, settings: TaskSettings, name: str, data: Data, tokenizer: Any
+) -> Data:
     """Adds the logits of `--teacher` for every training row to the data as the column `teacher`; a
     collective. The digest of the data then depends on the teacher.
 
@@ -53,7 +53,7 @@ def add_teacher_logits(
 
 
 def _logits_folder(
-    accelerator: Accelerator, settings: TaskSettings, data: Prepared, tokenizer: Any, name: str
+    accelerator: Accelerator, settings: TaskSettings, data: Data, tokenizer: Any, name: str
 ) -> Path:
     model = ModelSettings(model_name_or_path=name, tokenizer=settings.model.tokenizer)
     config = load_config(model)
@@ -114,7 +114,7 @@ def _order_of_classes(teacher: Labels, labels: Labels, name: str) -> list[int]:
 
 
 def _require_same_tokens(
-    config: Any, teacher_tokenizer: Any, data: Prepared, tokenizer: Any, name: str
+    config: Any, teacher_tokenizer: Any, data: Data, tokenizer: Any, name: str
 ) -> None:
     reads_types = "token_type_ids" in teacher_tokenizer.model_input_names
     has_types = reads_types and has_token_types(config)

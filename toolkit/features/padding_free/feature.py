@@ -17,27 +17,25 @@ class PaddingFreeSettings:
     """Batches without padding."""
 
     padding_free: bool = False
-    """Pack the texts of a micro-batch into one row: the same losses without padding (except in attention, at times)."""
+    """Pack the texts of a micro-batch into one row: the same losses without padding (except in
+    attention, at times)."""
 
 
 class PaddingFreeFeature(Feature):
     """Packed batches, and classifiers that accept them."""
 
     def settings(self, settings_class: type) -> Mapping[str, type]:
-        return (
-            {"padding_free": PaddingFreeSettings}
-            if issubclass(settings_class, TaskSettings)
-            else {}
-        )
+        if issubclass(settings_class, TaskSettings):
+            return {"padding_free": PaddingFreeSettings}
+        return {}
 
     def data(self, settings: Any, data: Any, tokenizer: Any, accelerator: Any) -> Any:
         if not section_in(settings, PaddingFreeSettings).padding_free:
             return data
         if settings.training.per_device_batch_size == "auto":
-            raise UserError(
-                "--per_device_batch_size auto estimates padded batches: give a number with --padding_free"
-            )
-        from toolkit.features.padding_free.packed import PackedCollator
+            why = "--per_device_batch_size auto estimates padded batches"
+            raise UserError(f"{why}: give a number with --padding_free")
+        from toolkit.features.padding_free.collator import PackedCollator
 
         collator = partial(PackedCollator, max_tokens=settings.training.max_tokens_per_batch)
         return data.with_collator(collator)

@@ -17,16 +17,17 @@ def columns_of(
     """The columns of predictions for titles, or (N, C) logits. `probabilities`: `all`, `none`, or
     `top-3`, the names and probabilities of the three most probable classes; `flat`: in a column for
     each class, as for CSV, not in one of lists."""
-    is_classifier = isinstance(answers, ClassAnswers)
-    labels: Any = getattr(answers, "labels", None)
-    has_classes = is_classifier and labels.problem_type != "regression"
+    labels = answers.labels if isinstance(answers, ClassAnswers) else None
+    has_classes = labels is not None and labels.problem_type != "regression"
     if not has_classes and probabilities.startswith("top"):
         raise UserError(f"--probabilities {probabilities}: the model has no classes: leave it out")
     lines = list(answers.answers(outputs))
     predictions = [line["prediction"] for line in lines]
-    if not has_classes:
-        if is_classifier and flat and labels.size > 1:
-            return _by_name("prediction", labels.names, predictions)
+    if labels is None:
+        return {"prediction": predictions}
+    if not has_classes and flat and labels.size > 1:
+        return _by_name("prediction", labels.names, predictions)
+    if not has_classes or probabilities == "none":
         return {"prediction": predictions}
     columns: dict[str, list[Any]] = {"prediction": predictions}
     rows = [line["probabilities"] for line in lines]
@@ -34,7 +35,7 @@ def columns_of(
         columns |= _by_name("probability", labels.names, rows)
     elif probabilities == "all":
         columns["probabilities"] = rows
-    elif probabilities != "none":
+    else:
         count = int(probabilities.removeprefix("top-"))
         columns |= _most_probable(labels.names, outputs, rows, count, flat)
     return columns

@@ -37,7 +37,7 @@ from toolkit.evaluation.saved_model import (
 from toolkit.features.predict.columns import columns_of, line_of
 from toolkit.features.predict.parts import Parts
 from toolkit.pretrained import model_digest
-from toolkit.utils.files import explain_write_errors, replace_file
+from toolkit.utils.files import replace_file
 from toolkit.utils.log import logger
 from toolkit.utils.progress import Progress
 
@@ -95,6 +95,9 @@ def _print_answers(options: Any) -> None:
     outputs = saved.compute_outputs(saved.tokenize(options.text))
     if outputs is None:
         return
+    empty = [row for row, text in enumerate(options.text) if not text.strip()]
+    if empty:
+        logger.warning(empty_text_warning(empty, len(options.text)))
     for text, line in zip(options.text, saved.answers.answers(outputs), strict=True):
         print(f"{line_of(line, saved.answers)}  {text}")
 
@@ -149,7 +152,7 @@ class Prediction:
             "file": table.digest,
             "rows": len(table),
             "model": model_digest(options.model),
-            "columns": self.columns,
+            "columns": ", ".join(self.columns),
             "max_length": self.max_length,
             "precision": accelerator.mixed_precision,
             "probabilities": options.probabilities,
@@ -235,8 +238,6 @@ class Prediction:
             self._log_end(totals, empty, time.monotonic() - bar.started)
 
     def _start_lines(self, missing: int) -> Iterator[str]:
-        if self.table.note:
-            yield self.table.note
         names = " and ".join(self.columns)
         yield f"reading {names}, at most {self.max_length} tokens of each text{self._header_hint()}"
         if missing < len(self.table):
@@ -310,8 +311,7 @@ class Prediction:
             encoding = "utf-8-sig"  # as Excel's file, which shows Chinese as garbage without it
         same_kind = not settings.delimiter and format_of(Path(self.options.file)) == self.kind
         quoting = settings.quoting != "none" or not same_kind
-        stays = explain_write_errors(self.output, f"finished parts stay in {self.parts.folder}")
-        with stays, replace_file(self.output) as draft:
+        with self.parts.writing(), replace_file(self.output) as draft:
             write_rows(draft, self.output, self._joined(), encoding, quoting)
         self.parts.remove()
         logger.info(f"{len(self.table)} rows: {self.output}")

@@ -14,7 +14,9 @@ import torch
 
 from toolkit import launch
 from toolkit.config import TaskSettings, build, flat
+from toolkit.data.labels import Labels
 from toolkit.data.read import read_file
+from toolkit.data.table import Table
 from toolkit.data.tokens import Split, join_pair
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation, classification_metrics
@@ -38,74 +40,92 @@ from toolkit.utils.log import logger
 
 
 def evaluate_file(options: Any) -> None:
-    """Writes a folder with eval.jsonl, predictions.jsonl, config.json and report.html like those of a run; each row is
-    evaluated exactly once. A collective.
+    """Writes a folder with eval.jsonl, predictions.jsonl, config.json and report.html like those of
+    a run; each row is evaluated exactly once. A collective.
 
-    `options` holds the arguments of `toolkit evaluate`. Raises UserError for a model or file that cannot be read, a row
-    with no label or a label that the model does not have, and an output that exists.
-    """
+    `options` holds the arguments of `toolkit evaluate`. Raises UserError for a model or file that
+    cannot be read, a row with no label or a label that the model does not have, and an output that
+    exists."""
     out = _output_folder(options)
     saved = SavedModel(options.model)
     accelerator = launch.make_accelerator(options.mixed_precision)
     if not isinstance(saved.answers, ClassAnswers):
-        raise UserError(
-            f"{options.model} is no classifier: the recipe that trained it evaluates a --test_file"
-        )
+        remedy = "the recipe that trained it evaluates a --test_file"
+        raise UserError(f"{options.model} is no classifier: {remedy}")
     table = read_file(options.file, read_settings(options))
-    column, pair = choose_columns(
+    text, pair = choose_columns(
         options.model, table, options.text_column, options.text_pair, options.label_column
     )
-    trained_on = training_run(options.model)["settings"].get("label_column")
-    labels = choose_labels(
-        options.model, table, options.label_column or trained_on, saved.answers.labels
-    )
-    if labels is None:
-        others = [name for name in table.rows.column_names if name != column]
-        raise table.ambiguous_column("label", "label_column", others)
-    launch.log_on_main(
-        accelerator, f"reading the text from {column}, the label from {', '.join(labels.columns)}"
-    )
-    answers = replace(saved.answers, labels=labels)
-    truth = labels.encode(table)
+    labels = _labels_of(options, table, text, saved.answers.labels)
+    line = f"reading the text from {text}, the label from {', '.join(labels.columns)}"
+    launch.log_on_main(accelerator, line)
     max_length = saved.choose_max_length(options.max_length, pair is not None)
-    facts = {"file": table.digest, "rows": len(table), "columns": [column, pair, *labels.columns], "tokens": max_length,
-             "model": model_digest(options.model)}  # fmt: skip
+    facts = {
+        "file": table.digest,
+        "rows": len(table),
+        "columns": ", ".join(filter(None, [text, pair, *labels.columns])),
+        "tokens": max_length,
+        "model": model_digest(options.model),
+    }
     launch.require_equal(accelerator, "the file, the model and the options", facts)
     saved.load(accelerator, max_length, options.per_device_batch_size, options.max_tokens_per_batch)
-    columns = [saved.read_texts(table, name) for name in (column, pair) if name]
-    split = saved.tokenize(columns[0], columns[1] if pair else None, json.dumps(facts))
-    split = replace(split, name=Path(options.file).name, labels=truth)
+    texts = saved.read_texts(table, text)
+    pairs = saved.read_texts(table, pair) if pair else None
+    split = saved.tokenize(texts, pairs, json.dumps(facts))
+    split = replace(split, name=Path(options.file).name, labels=labels.encode(table))
     logits = saved.compute_outputs(split)
     if logits is None:
         return
-    if table.note:  # options that do not apply to this kind of file, too
-        logger.info(table.note)
-    texts = list(zip(*columns, strict=True))
-    empty = [row for row, parts in enumerate(texts) if not all(map(str.strip, parts))]
-    if empty:
-        logger.warning(empty_text_warning(empty, len(texts)))
+    answers = replace(saved.answers, labels=labels)
     evaluation = _evaluate(split, logits, answers)
+    data = {
+        **labels.facts(),
+        "samples": {split.name: len(split)},
+        "text_column": text,
+        "max_length": max_length,
+        "digest": table.digest,
+        "file_digests": {split.name: table.digest},
+        "notes": [],
+        "total_steps": 0,
+    }
+    _warn_of_empty(texts, pairs)
+    if pairs:
+        texts = list(map(join_pair, texts, pairs))
     with replace_folder(out, options.overwrite) as draft:
         files = RunFiles(accelerator, draft)
         settings: Any = build(TaskSettings, {"model_name_or_path": options.model})
-        extra = {
-            "settings": flat(settings) | {"test_file": options.file}
-        }  # invalid as settings: no train_file
-        data = {**labels.facts(), "samples": {split.name: len(split)}, "text_column": column, "max_length": max_length,
-                "digest": table.digest, "file_digests": {split.name: table.digest}, "notes": [],
-                "total_steps": 0}  # fmt: skip
-        files.write_config(settings, data, extra)
+        # invalid as settings: there is no train_file
+        files.write_config(
+            settings, data, {"settings": {**flat(settings), "test_file": options.file}}
+        )
         files.append_evaluation(evaluation, 0)
         files.write_predictions(evaluation)
         results = (draft, settings, None, evaluation, answers)
         lines = [line for feature in features() for line in feature.results(*results)]
-        shown = [join_pair(*parts) if pair else parts[0] for parts in texts]
-        write_report(draft, evaluation, shown, name=out.resolve().name)
-    effect = answers.describe(evaluation)
-    print(
-        "\n".join([f"{len(split)} rows: {evaluation}", *class_lines(evaluation), *effect, *lines])
-    )
+        write_report(draft, evaluation, texts, name=out.resolve().name)
+    print(f"{len(split)} rows: {evaluation}")
+    for line in [*class_lines(evaluation), *answers.describe(evaluation), *lines]:
+        print(line)
     print(f"  {out}/report.html, predictions.jsonl, eval.jsonl")
+
+
+def _labels_of(options: Any, table: Table, text: str, labels: Labels) -> Labels:
+    """The model's labels with their columns in this file. Raises UserError if it has none."""
+    column = options.label_column or training_run(options.model)["settings"].get("label_column")
+    chosen = choose_labels(options.model, table, column, labels)
+    if chosen is None:
+        others = [name for name in table.rows.column_names if name != text]
+        raise table.ambiguous_column("label", "label_column", others)
+    return chosen
+
+
+def _warn_of_empty(*texts: list[str] | None) -> None:
+    """Names the rows in which a text is empty."""
+    columns = [column for column in texts if column]
+    rows = enumerate(zip(*columns, strict=True))
+    empty = [row for row, parts in rows if not all(map(str.strip, parts))]
+    if empty:
+        logger.warning(empty_text_warning(empty, len(columns[0])))
 
 
 def _output_folder(options: Any) -> Path:
@@ -113,14 +133,12 @@ def _output_folder(options: Any) -> Path:
     if out.exists() and not options.overwrite:
         raise UserError(f"{out} exists: name another folder with --output_dir, or pass --overwrite")
     if out.exists() and not _is_evaluation(out):
-        raise UserError(
-            f"{out} has other files, which --overwrite would remove: name another folder"
-        )
+        fault = "has other files, which --overwrite would remove"
+        raise UserError(f"{out} {fault}: name another folder")
     existing_parent = next(parent for parent in out.absolute().parents if parent.exists())
     if not os.access(existing_parent, os.W_OK):
-        raise UserError(
-            f"{existing_parent} cannot be written: name another folder with --output_dir"
-        )
+        remedy = "name another folder with --output_dir"
+        raise UserError(f"{existing_parent} cannot be written: {remedy}")
     return out
 
 

@@ -23,7 +23,7 @@ def _add_predict(parser: argparse.ArgumentParser) -> None:
     add(
         "file",
         nargs="?",
-        help="CSV, TSV, JSON, JSONL, Parquet, also .gz, .bz2, .xz; 'part*.csv'; .txt: a text a line",
+        help="CSV, TSV, JSON, JSONL, Parquet, also .gz, .bz2; 'part*.csv'; .txt: a text a line",
     )
     add(
         "--text",
@@ -49,7 +49,7 @@ def _add_predict(parser: argparse.ArgumentParser) -> None:
         metavar="3/64",
         help="predict only this part of the file; other processes do the rest",
     )
-    add("--join", action="store_true", help="only join finished shards")
+    add("--join", action="store_true", help="write the output from the finished shards")
     _add_common(parser)
 
 
@@ -134,20 +134,16 @@ class PredictFeature(Feature):
     def results(
         self, folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any
     ) -> Sequence[str]:
-        if (
-            data is None or data.targets.column_setting is None
-        ):  # no run, or pretraining: nothing to predict
+        # no run, or pretraining: nothing to predict
+        if data is None or data.targets.column_setting is None:
             return ()
         from toolkit.report.files import architecture
         from toolkit.report.log import runnable_command
 
         if not architecture(folder / "model"):
             return ()
-
-        model = f"{shlex.quote(str(folder))}/model"
-        return [
-            f"  {runnable_command('toolkit')} predict {model} YOUR_FILE.csv   labels the rows of a file"
-        ]
+        command = f"{runnable_command('toolkit')} predict {shlex.quote(str(folder))}/model"
+        return [f"  {command} YOUR_FILE.csv   labels the rows of a file"]
 
 
 FEATURE = PredictFeature(

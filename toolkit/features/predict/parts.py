@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -39,7 +40,7 @@ class Parts:
             raise UserError(f"{self.folder} {why}: {remedy}")
         if differing:
             shutil.rmtree(self.folder)
-        with explain_write_errors(self.output), replace_file(job) as draft:
+        with self.writing(), replace_file(job) as draft:
             draft.write_text(json.dumps(self.facts, ensure_ascii=False), encoding="utf-8")
 
     def finished(self) -> dict[int, int]:
@@ -67,7 +68,7 @@ class Parts:
 
         table = pyarrow.table(columns)
         path = self._path(start, start + table.num_rows)
-        with explain_write_errors(self.output), replace_file(path) as draft:
+        with self.writing(), replace_file(path) as draft:
             pyarrow.parquet.write_table(table, draft)
 
     def read(self) -> Iterator[Any]:
@@ -80,6 +81,10 @@ class Parts:
         schema = pyarrow.unify_schemas(schemas, promote_options="permissive")
         for path in paths:
             yield pyarrow.parquet.read_table(path).cast(schema)
+
+    def writing(self) -> contextlib.AbstractContextManager[None]:
+        """Explains an error of the disk within it."""
+        return explain_write_errors(self.output, f"finished parts stay in {self.folder}")
 
     def remove(self) -> None:
         shutil.rmtree(self.folder)

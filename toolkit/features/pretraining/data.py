@@ -192,8 +192,12 @@ class Masks(Targets):
 
     @classmethod
     def collator(cls, settings: Any) -> Any:
-        default = "0.30" if load_config(settings.model).model_type in _MASKED_30_PERCENT else "0.15"
-        first, _, last = (settings.masking.mlm_probability or default).partition(":")
+        probability = settings.masking.mlm_probability
+        if probability is None:
+            probability = "0.15"
+            if load_config(settings.model).model_type in _MASKED_30_PERCENT:
+                probability = "0.30"
+        first, _, last = probability.partition(":")
         return partial(
             MaskingCollator,
             seed=settings.training.seed,

@@ -20,7 +20,7 @@ from toolkit.data.tokens import (
     save_texts,
     save_tokens,
 )
-from toolkit.errors import UserError, listing
+from toolkit.errors import UserError
 from toolkit.utils.extras import require_extra
 
 USUAL = ("title", "summary", "headline", "highlights", "heading", "标题", "题目", "摘要")
@@ -37,29 +37,21 @@ class TitleCollator(Collator):
         batch = super().__call__(indices)
         indices = indices if len(indices) else np.zeros(1, np.int64)
         titles, lengths = gather_slices(self.split.target_ids, self.split.target_offsets, indices)
-        first, last, width = (
-            lengths.cumsum() - lengths,
-            lengths.cumsum() - 1,
-            int(lengths.max()) - 1,
-        )
+        first = lengths.cumsum() - lengths
+        last = lengths.cumsum() - 1
+        counts = lengths - 1
+        width = int(counts.max())
         # the causal mask hides right padding: the decoder needs no attention mask
-        inputs = self.padded(
-            np.delete(titles, last), lengths - 1, width, self.pad_id, left=False
-        )  # (B, T)
-        labels = self.padded(
-            np.delete(titles, first), lengths - 1, width, IGNORED, left=False
-        )  # (B, T)
+        inputs = self.padded(np.delete(titles, last), counts, width, self.pad_id, left=False)
+        labels = self.padded(np.delete(titles, first), counts, width, IGNORED, left=False)
         return replace(batch, inputs={**batch.inputs, "decoder_input_ids": inputs}, labels=labels)
 
     def prepare_model(self, accelerator: Any, model: Any) -> None:
         super().prepare_model(accelerator, model)
-        if missing := [
-            name
-            for name in ("generation_config", "get_encoder", "generate")
-            if not hasattr(model, name)
-        ]:
-            why = f"an evaluation generates titles, and {type(model).__name__} has no {listing(missing)}"
-            raise UserError(f"{why}: give it those of the model in it (docs/titles.md)")
+        for name in ("generation_config", "get_encoder", "generate"):
+            if not hasattr(model, name):
+                why = f"an evaluation generates titles, and {type(model).__name__} has no {name}"
+                raise UserError(f"{why}: give it that of the model in it (docs/titles.md)")
 
 
 @dataclass(frozen=True)
@@ -113,15 +105,13 @@ class Titles(Targets):
         require_extra("recipes/title.py", "titles", "rouge_score", "jieba")
         if tokenizer.cls_token_id is None or tokenizer.sep_token_id is None:
             name = settings.model.model_name_or_path
-            raise UserError(
-                f"{name}: its tokenizer has no cls_token or sep_token to begin and end a title"
-            )
+            fault = "its tokenizer has no cls_token or sep_token to begin and end a title"
+            raise UserError(f"{name}: {fault}")
 
     @classmethod
     def data_facts(cls, settings: Any) -> dict[str, Any]:
-        return {
-            name: getattr(settings.data, name) for name in ("title_column", "max_target_length")
-        }
+        data = settings.data
+        return {"title_column": data.title_column, "max_target_length": data.max_target_length}
 
     @classmethod
     def text_columns(cls, settings: Any, table: Table, text_column: str) -> dict[str, str]:
@@ -149,22 +139,22 @@ class Titles(Targets):
         return titles, titles
 
     def save(self, folder: Path, table: Table, encoded: np.ndarray, tokenizer: Any) -> list[str]:
-        """Writes `target_ids`, `target_offsets`, unused `labels`, and, for validation and test, the titles."""
+        """Writes `target_ids`, `target_offsets`, unused `labels`, and, for validation and test, the
+        titles."""
         super().save(folder, table, encoded, tokenizer)
         titles: Iterator[TextBlock] = ((block, None) for block in self._titles(table))
         if folder.name != "train":
             titles = save_texts(folder / "titles.jsonl", titles)
         # + 1: the start token, which is not predicted
-        tokens = encode_blocks(
-            tokenizer, titles, self.max_length + 1, len(table), f"titles of {folder.name}"
-        )
+        length = self.max_length + 1
+        name = f"titles of {folder.name}"
+        tokens = encode_blocks(tokenizer, titles, length, len(table), name)
         counts = save_tokens(folder, tokens, "target_ids", "target_offsets")
         if not counts.truncated:
             return []
-        share = 100 * counts.truncated / len(table)
-        return [
-            f"{folder.name}: {share:.1f} % of the titles are cut at {self.max_length} tokens (--max_target_length)"
-        ]
+        share = f"{100 * counts.truncated / len(table):.1f} % of the titles"
+        cut = f"cut at {self.max_length} tokens (--max_target_length)"
+        return [f"{folder.name}: {share} are {cut}"]
 
     def facts(self) -> dict[str, Any]:
         settings = {"title_column": self.column, "max_target_length": self.max_length}

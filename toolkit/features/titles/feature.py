@@ -22,11 +22,7 @@ class TitlesFeature(Feature):
     def page(self, page: Any) -> PagePart | None:
         if page.record.problem_type != "title_generation":
             return None
-        from toolkit.features.titles.page import examples
-
-        context = examples(page.record, page.folder, page.texts)
-        links = {"examples": "Examples"} if context["examples"] else {}
-        return PagePart(Path(__file__).with_name("page.html"), context, links)
+        return PagePart(Path(__file__).with_name("page.html"), {})
 
 
 FEATURE = TitlesFeature(recipes={"title": TitleSettings})

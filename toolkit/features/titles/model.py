@@ -76,7 +76,8 @@ def load_saved_title_model(settings: PretrainedSettings) -> EncoderDecoderModel:
 
 
 def _saved(settings: PretrainedSettings) -> EncoderDecoderModel:
-    name, config = str(settings.model_name_or_path), load_config(settings)
+    name = str(settings.model_name_or_path)
+    config = load_config(settings)
     for part in (config.encoder, config.decoder):
         set_dropout(part, settings.dropout)
     model, loading = from_pretrained(EncoderDecoderModel, name, config)

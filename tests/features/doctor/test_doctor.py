@@ -1,0 +1,94 @@
+"""Promises: `toolkit doctor` names each fault of this machine, with the command that mends it."""
+
+import json
+import os
+import socket
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import REPOSITORY
+from tests.runs import Finished, start
+from toolkit.features.doctor import machine
+from toolkit.features.doctor.machine import Finding
+
+GB = 10**9
+Usage = namedtuple("Usage", "total used free percent")
+
+
+def doctor(*words: str | Path, **options: object) -> Finished:
+    return start([sys.executable, "-m", "toolkit", "doctor", *words], seconds=90, **options)
+
+
+def gpus() -> dict[str, Finding]:
+    return {finding.name: finding for finding in machine.check_gpus()}
+
+
+def test_this_machine(tmp_path: Path) -> None:
+    done = doctor("--json", "--output_dir", tmp_path / "run", env={"NCCL_DEBUG": "INFO"})
+    report = json.loads(done.out)
+    assert (done.code, report["ok"], report["host"]) == (0, True, socket.gethostname())
+    levels = {finding["name"]: finding["level"] for finding in report["findings"]}
+    assert {"torch", "shared memory", "disk"} <= levels.keys()
+    assert not (tmp_path / "run").exists()
+    done = doctor("--output_dir", tmp_path / "run")
+    assert done.out.startswith(socket.gethostname())
+    assert "failures: 0" in done.out
+
+
+def test_a_torch_that_cannot_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open')")
+    done = doctor("--json", env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"})
+    findings = {finding["name"]: finding for finding in json.loads(done.out)["findings"]}
+    assert (done.code, findings["torch"]["level"]) == (1, "fail")
+    assert "libcudart.so.12" in findings["torch"]["text"]
+    assert findings["torch"]["remedy"].startswith("pip install")
+
+
+@pytest.mark.parametrize(("script", "name", "text"), [
+    ("echo 550.54.15; echo 550.54.15", "torch", "sees no GPU of 2"),
+    ("echo 'Driver/library version mismatch'; exit 18", "driver", "version mismatch"),
+])  # fmt: skip
+def test_the_driver(
+    script: str, name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    finding = gpus()[name]
+    assert (finding.level, text in finding.text, bool(finding.remedy)) == ("fail", True, True)
+
+
+def test_a_gpu_for_which_torch_has_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """V100 with a build for CUDA 13."""
+
+    def no_kernel(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100")
+    monkeypatch.setattr(torch, "ones", no_kernel)
+    finding = gpus()["gpu 0"]
+    assert (finding.level, "Tesla V100" in finding.text) == ("fail", True)
+    assert "older CUDA" in finding.remedy
+
+
+@pytest.mark.parametrize(("free", "level"), [(50 * GB, "ok"), (5 * GB, "warn"), (GB // 2, "fail")])
+def test_disk_and_shared_memory(
+    free: int, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "it's").mkdir()
+    monkeypatch.setattr(machine.psutil, "disk_usage", lambda path: Usage(free, 0, free, 0))
+    (disk,) = machine.check_disk(tmp_path / "it's" / "runs" / "today")
+    assert (disk.level, f"{tmp_path}/it's " in disk.text) == (level, True)
+    (shared,) = machine.check_shared_memory()
+    assert shared.level == ("warn" if free < GB else "ok")
+    monkeypatch.setattr(machine.os, "access", lambda *_: False)
+    (unwritable,) = machine.check_disk(tmp_path / "it's")
+    assert unwritable.level == "fail"
+    assert """it'"'"'s'`""" in unwritable.remedy

@@ -1,0 +1,146 @@
+"""Checks of one machine: driver, torch, GPUs, shared memory, disk."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from toolkit.errors import first_line, printable, size_text
+
+_FULL_DISK, _LITTLE_DISK, _SMALL_SHARED_MEMORY, _MEMORY_IN_USE = 1e9, 10e9, 1e9, 1e9
+_NVIDIA_SMI = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; after a `fail` a run cannot work."""
+
+    name: str
+    level: Literal["ok", "note", "warn", "fail"]
+    text: str
+    remedy: str = ""
+    """The command to type, or what to look at."""
+
+
+def check_gpus() -> Iterator[Finding]:
+    """The driver answers, torch can be imported and was built for it, and each GPU computes."""
+    drivers = list[str]()
+    try:
+        smi = _run_nvidia_smi()
+    except FileNotFoundError:
+        pass  # no NVIDIA GPU
+    else:
+        output = printable((smi.stdout or smi.stderr).strip().partition("\n")[0])
+        if smi.returncode:
+            remedy = "`sudo dmesg | grep -iE 'nvrm|xid'` shows why; sudo reboot"
+            yield Finding("driver", "fail", f"nvidia-smi fails: {output}", remedy)
+        else:
+            drivers = smi.stdout.split()
+            yield Finding("driver", "ok", f"NVIDIA {output}")
+    yield from _check_torch(len(drivers))
+
+
+def _run_nvidia_smi() -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        _NVIDIA_SMI, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+        timeout=30,
+    )  # fmt: skip
+
+
+def _check_torch(num_gpus: int) -> Iterator[Finding]:
+    with warnings.catch_warnings(record=True) as records:
+        warnings.simplefilter("always")
+        try:
+            import torch
+        except (ImportError, OSError) as error:
+            text = f"torch cannot be imported: {type(error).__name__}: {first_line(error)}"
+            remedy = "pip install --force-reinstall torch"
+            yield Finding("torch", "fail", printable(text), remedy)
+            return
+        visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    version = f"torch {torch.__version__}, built with CUDA {torch.version.cuda}"
+    reasons = "; ".join(str(record.message) for record in records)
+    if visible:
+        yield Finding("torch", "ok", f"{version}, sees {visible} GPUs")
+    elif not num_gpus:
+        device = torch.accelerator.current_accelerator() or "CPUs"
+        yield Finding("torch", "note", f"torch {torch.__version__}, no NVIDIA GPU: uses {device}")
+    else:
+        text = f"{version}, sees no GPU of {num_gpus}: {printable(reasons, 500)}"
+        yield Finding("torch", "fail", text, _remedy_for_no_gpu(torch.version.cuda, reasons))
+    for index in range(visible):
+        yield _check_gpu(index)
+
+
+def _remedy_for_no_gpu(cuda: str | None, reasons: str) -> str:
+    if not cuda:
+        return "pip install --force-reinstall torch  (the build for Linux on PyPI has CUDA)"
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return "unset CUDA_VISIBLE_DEVICES"
+    if "too old" in reasons:
+        return "a newer driver, or a build of torch for an older CUDA (pytorch.org)"
+    return "sudo modprobe nvidia_uvm"
+
+
+def _check_gpu(index: int) -> Finding:
+    """Whether the GPU computes, and has its memory free."""
+    import torch
+
+    name = torch.cuda.get_device_name(index)
+    try:
+        torch.ones(1, device=f"cuda:{index}").add(1).item()
+        free, total = torch.cuda.mem_get_info(index)
+    except RuntimeError as error:
+        remedy = "nvidia-smi"
+        if "no kernel image" in str(error):
+            remedy = "a build of the same torch for an older CUDA (12.6 has V100; pytorch.org)"
+        return Finding(f"gpu {index}", "fail", f"{name}: {printable(first_line(error))}", remedy)
+    used = total - free
+    text = f"{name}, {size_text(used)} of {size_text(total)} in use"
+    if used > max(_MEMORY_IN_USE, total / 20):
+        remedy = f"`nvidia-smi` or `sudo fuser -v /dev/nvidia{index}` names the process"
+        return Finding(f"gpu {index}", "warn", text, remedy)
+    return Finding(f"gpu {index}", "ok", text)
+
+
+def check_shared_memory() -> Iterator[Finding]:
+    """Size of /dev/shm, which NCCL and data loader workers use."""
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return
+    size = psutil.disk_usage(str(folder)).total
+    text = f"{size_text(size)} in {folder}"
+    if size < _SMALL_SHARED_MEMORY:
+        remedy = "`docker run --shm-size=8g ...` (or --ipc=host)"
+        text += ": NCCL and data loaders may fail with a bus error"
+        yield Finding("shared memory", "warn", text, remedy)
+    else:
+        yield Finding("shared memory", "ok", text)
+
+
+def check_disk(output: Path) -> Iterator[Finding]:
+    """Free space, and permissions, where a run would create its folder."""
+    folder = output.absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    quoted = shlex.quote(str(folder))
+    if not os.access(folder, os.W_OK | os.X_OK):
+        remedy = f"`sudo chown $USER {quoted}`, or another --output_dir"
+        yield Finding("disk", "fail", f"{folder} cannot be written by this user", remedy)
+        return
+    free = psutil.disk_usage(str(folder)).free
+    text = f"{size_text(free)} free in {folder} (the run's output)"
+    if free >= _LITTLE_DISK:
+        yield Finding("disk", "ok", text)
+        return
+    text += ": a checkpoint takes 12 bytes or more per parameter"
+    remedy = f"`du -xh {quoted} | sort -h | tail` lists the largest folders"
+    yield Finding("disk", "fail" if free < _FULL_DISK else "warn", text, remedy)

@@ -1,0 +1,126 @@
+"""Converters of classifiers to OpenVINO and ONNX, and quantization to 8 bits."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from toolkit.data.tokens import Split
+from toolkit.features.export.runtimes import FILES, INPUTS, no_statistics
+
+_CALIBRATION_TEXTS = 300
+_OPSET = 17
+_SMOOTHING = 0.8
+"""SmoothQuant's alpha (Xiao et al., 2023). With NNCF's default 0.95 a MiniLM keeps 98.7 % of its
+predictions, with 0.8 99.4 %."""
+
+
+def convert(model: Any, folder: Path, kind: str, calibration: Split | None) -> None:
+    """Writes the graph of `kind` (openvino, onnx), in 8 bits with `calibration` texts.
+
+    Raises what the converters raise.
+    """
+    module = _LogitsOnly(model)
+    texts = [] if calibration is None else _texts(calibration, module.names)
+    with _quiet():
+        if kind == "openvino":
+            _to_openvino(module, folder / FILES[kind], texts)
+        else:
+            _to_onnx(module, folder / FILES[kind], texts)
+
+
+class _LogitsOnly(torch.nn.Module):
+    """A classifier that returns a tensor, which the converters can trace."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        parameters = inspect.signature(model.forward).parameters
+        self.names = [name for name in INPUTS if name in parameters]
+        self.eval()  # the exporter sets the model to its wrapper's mode
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(**dict(zip(self.names, tensors, strict=True))).logits
+        return logits
+
+    def example(self) -> tuple[torch.Tensor, ...]:
+        mask = torch.ones(2, 16, dtype=torch.long)
+        mask[0, 9:] = 0  # tracing would drop a mask of ones
+        inputs = {"attention_mask": mask, "token_type_ids": torch.zeros_like(mask)}
+        inputs["input_ids"] = torch.ones_like(mask)
+        return tuple(inputs[name] for name in self.names)
+
+
+def _texts(split: Split, names: list[str]) -> list[dict[str, np.ndarray]]:
+    """The inputs, (1, S) int64, of evenly spaced texts, without padding."""
+    count = min(_CALIBRATION_TEXTS, len(split))
+    texts = []
+    for row in np.linspace(0, len(split) - 1, count).astype(int).tolist():
+        ids = split.tokens(row)[None].astype(np.int64)
+        types = np.zeros_like(ids)
+        if split.token_types is not None:
+            types = split.token_types[split.span(row)][None].astype(np.int64)
+        inputs = {
+            "input_ids": ids,
+            "attention_mask": np.ones_like(ids),
+            "token_type_ids": types,
+        }
+        texts.append({name: inputs[name] for name in names})
+    return texts
+
+
+def _to_openvino(module: _LogitsOnly, file: Path, texts: list[dict[str, np.ndarray]]) -> None:
+    import openvino
+
+    shapes = [openvino.PartialShape([-1, -1])] * len(module.names)
+    graph = openvino.convert_model(module, example_input=module.example(), input=shapes)
+    for port, name in zip(graph.inputs, module.names, strict=True):
+        port.get_tensor().set_names({name})
+    graph.outputs[0].get_tensor().set_names({"logits"})
+    if texts:
+        graph = _to_int8(graph, texts)
+    openvino.save_model(graph, file, compress_to_fp16=False)
+
+
+def _to_onnx(module: _LogitsOnly, file: Path, texts: list[dict[str, np.ndarray]]) -> None:
+    import onnx
+
+    axes = {name: {0: "batch", 1: "length"} for name in module.names}
+    torch.onnx.export(
+        module, module.example(), file, input_names=module.names, output_names=["logits"],
+        dynamic_axes=axes | {"logits": {0: "batch"}}, opset_version=_OPSET, dynamo=False,
+    )  # fmt: skip
+    if texts:
+        onnx.save(_to_int8(onnx.load(file), texts), file)
+
+
+def _to_int8(graph: Any, texts: list[dict[str, np.ndarray]]) -> Any:
+    import nncf
+    from nncf.quantization import advanced_parameters as advanced
+
+    smoothing = advanced.AdvancedSmoothQuantParameters(matmul=_SMOOTHING)
+    return nncf.quantize(
+        graph,
+        nncf.Dataset(texts),
+        model_type=nncf.ModelType.TRANSFORMER,
+        subset_size=len(texts),
+        advanced_parameters=advanced.AdvancedQuantizationParameters(smooth_quant_alphas=smoothing),
+    )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences the converters."""
+    logging.getLogger("nncf").setLevel(logging.ERROR)
+    with no_statistics(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
