@@ -493,7 +493,7 @@ class Scale(torch.nn.Module):
 
 def job(name: str, way: str, *more: Any) -> Path:
     """The run of an edit under a way. Raises JobError."""
-    _, before, after, _ = EDITS[name]
+    _, before, after = EDITS[name]
     text = (ROOT / "recipes" / "cls.py").read_text(encoding="utf-8")
     assert text.count(before) == 1, name
     text = text.replace(before, after).replace(

@@ -141,14 +141,14 @@ class Checkpoints:
             live.gather(tables[folders.OPTIMIZER_FILE], live.moments()),
         )
         write = partial(self._write, folder, tables, facts, objects)
-        if not self.accelerator.is_main_process:
-            for _ in tensors:  # sends what this rank has of each
-                pass
-        elif self.settings.checkpoint_in_background:
+        if self.accelerator.is_main_process and self.settings.checkpoint_in_background:
             copies = [tensor.to("cpu", copy=True) for tensor in tensors]
             self._pending = self._background.submit(write, copies)
-        else:
+        elif self.accelerator.is_main_process:
             write(tensors)
+        # other ranks send what they have of each; a file without tensors is a collective, too
+        for _ in tensors:
+            pass
         self._saved_step = metrics.step
         return sum(_bytes_of(shapes) for shapes in tables.values())
 
