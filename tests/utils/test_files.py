@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.checkpoint.test_folder import names_in
+from tests.faults import refusal
 from toolkit.errors import UserError
 from toolkit.utils import files
 from toolkit.utils.files import draft_path, explain_write_errors, replace_file, replace_folder

@@ -62,7 +62,7 @@ class RunFiles:
         """Adds to config.json that a stop signal ended the run; the report and the card show it at
         their top."""
         if self.writes:
-            config = read_table(self.path / "config.json", {})
+            config = read_table(self.path / "config.json")
             self._write_config({**config, "stopped": facts})
 
     def _write_config(self, config: dict[str, Any]) -> None:
