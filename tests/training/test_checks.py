@@ -56,6 +56,7 @@ def test_an_optimizer_of_whole_parameters_needs_a_verification(
         says = [type(optimizer).__name__, kind, "ddp", "toolkit verify"]
         refusal(check_before_prepare, accelerator, model, optimizer, says=says)
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
     path = verified.record_path(str(verified.script_digest()))
     path.parent.mkdir()
     path.write_text(json.dumps({"strategies": {kind: True}}))
@@ -72,7 +73,7 @@ def test_a_run_of_an_edited_recipe_that_was_not_verified(
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     recipe = tmp_path / "my_recipe.py"
     recipe.write_text("edited")
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(recipe))
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(recipe), raising=False)
     accelerator = accelerator_with({}, stage=3)
     note = verified.verification_note(accelerator)
     assert note == f"my_recipe.py is not verified under zero3: toolkit verify {recipe}"
