@@ -1,8 +1,8 @@
 """Fine-tune a BigBird on long texts of up to 4096 tokens.
 
-    python recipes/bigbird.py                                 the demo: IMDB reviews of more than 512 tokens
+    python recipes/bigbird.py                                 the demo: long IMDB reviews
     python recipes/bigbird.py recipes/bigbird_zh_news.yaml    Chinese news
-    python recipes/bigbird.py --train_file articles.csv --model_name_or_path bert-base-chinese --max_length 4096
+    python recipes/bigbird.py --train_file news.csv --model_name_or_path bert-base-chinese
     accelerate launch recipes/bigbird.py --config_file accelerate_configs/ddp.yaml
 
 A BERT is converted to a BigBird with the same weights. `--help` lists the settings; a YAML file of

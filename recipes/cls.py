@@ -3,11 +3,11 @@
     python recipes/cls.py                                     the demo: English film reviews
     python recipes/cls.py --train_file reviews.csv --model_name_or_path bert-base-chinese
     accelerate launch recipes/cls.py --config_file accelerate_configs/ddp.yaml
-    accelerate launch recipes/cls.py recipes/cls_zh_reviews.yaml --config_file accelerate_configs/ddp.yaml
+    python recipes/cls.py recipes/cls_zh_reviews.yaml         Chinese book reviews
 
-`--help` lists the settings; a YAML file of them may come first. To change the loss, the metrics, the
-optimizer or the model, change this file; `toolkit verify THIS_FILE` then compares the losses under
-every strategy.
+`--help` lists the settings; a YAML file of them may come first. To change the loss, the metrics,
+the optimizer or the model, change this file; `toolkit verify THIS_FILE` then compares the losses
+under every strategy.
 """
 
 from pathlib import Path

@@ -1,11 +1,12 @@
-"""Continue the pretraining of an encoder on your own texts, without labels: masked-language modelling.
+"""Continue the pretraining of an encoder on your own texts, without labels (masked words).
 
     python recipes/pretrain.py                                the demo: English film reviews
-    python recipes/pretrain.py --train_file texts.txt --model_name_or_path bert-base-chinese --whole_word_mask true
+    python recipes/pretrain.py --train_file texts.txt --model_name_or_path bert-base-chinese
     accelerate launch recipes/pretrain.py --config_file accelerate_configs/ddp.yaml
 
-Pass its model/ to the other recipes as --model_name_or_path. `--help` lists the settings; a YAML file
-of them may come first. To change the loss, the metrics, the optimizer or the model, change this file.
+Pass its model/ to the other recipes as --model_name_or_path. `--help` lists the settings (such as
+--whole_word_mask for Chinese); a YAML file of them may come first. To change the loss, the metrics,
+the optimizer or the model, change this file.
 """
 
 from pathlib import Path

@@ -2,12 +2,12 @@
 
     python recipes/title.py                                   the demo: titles of English news
     python recipes/title.py recipes/title_zh_news.yaml        titles of Chinese news
-    python recipes/title.py --train_file articles.csv --model_name_or_path bert-base-chinese --max_length 4096
+    python recipes/title.py --train_file news.csv --model_name_or_path bert-base-chinese
     accelerate launch recipes/title.py --config_file accelerate_configs/ddp.yaml
 
-`--help` lists the settings; a YAML file of them may come first. To change the loss, the metrics, the
-optimizer or the model, change this file; `toolkit verify THIS_FILE` then compares the losses under
-every strategy.
+`--help` lists the settings; a YAML file of them may come first. To change the loss, the metrics,
+the optimizer or the model, change this file; `toolkit verify THIS_FILE` then compares the losses
+under every strategy.
 """
 
 from functools import partial

@@ -67,8 +67,8 @@ class Run:
     """Converts the best model's outputs to answers."""
 
     def __init__(self, settings: Any) -> None:
-        """Forms the process group of this launch, in the precision of the settings. Raises UserError
-        for a world that is not the one asked for, and a missing tracker."""
+        """Forms the process group of this launch, in the precision of the settings. Raises
+        UserError for a world that is not the one asked for, and a missing tracker."""
         tracker_names(settings.training.report_to)
         self.settings = settings
         self.recipe = _task_of(settings)
@@ -352,7 +352,7 @@ class Run:
 
 
 def _task_of(settings: Any) -> str:
-    """cls, bigbird, title, ...: whose settings class these settings have, or one derived from it."""
+    """cls, bigbird, title, ...: whose class these settings have, or one derived from it."""
     names = {settings_class: name for name, settings_class in tasks().items()}
     for parent in type(settings).__mro__:
         if parent in names:

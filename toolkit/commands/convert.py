@@ -12,9 +12,10 @@ from toolkit.errors import UserError
 from toolkit.utils.features import Command
 
 _EPILOG = (
-    "CHECKPOINT: a run's checkpoint, an accelerate save_state folder, a DeepSpeed save_checkpoint folder or one of "
-    "its tags, a torch.distributed.checkpoint folder, a torch.save file (such as Lightning's .ckpt), an adapter's or a "
-    "model's folder. No code in it is executed. OUT is written completely or not at all."
+    "CHECKPOINT: a run's checkpoint, an accelerate save_state folder, a DeepSpeed save_checkpoint "
+    "folder or one of its tags, a torch.distributed.checkpoint folder, a torch.save file (such as "
+    "Lightning's .ckpt), an adapter's or a model's folder. No code in it is executed. OUT "
+    "is written completely or not at all."
 )
 
 
@@ -51,5 +52,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 COMMAND = Command(
     "convert", "turn any checkpoint into a folder that from_pretrained loads", run, add_arguments,
-    description="Writes the weights of CHECKPOINT to OUT as safetensors, with config and tokenizer.", epilog=_EPILOG,
+    description="Writes the weights of CHECKPOINT to OUT, with config and tokenizer.",
+    epilog=_EPILOG,
 )  # fmt: skip

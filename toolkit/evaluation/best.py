@@ -78,7 +78,8 @@ class Best:
         return {"metric": self.metric, "sign": self.sign, **state}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from a checkpoint's state; a state of another metric or `--greater_is_better` is ignored."""
+        """Continues from a checkpoint's state, unless that is of another metric or
+        `--greater_is_better`."""
         if (state["metric"], state.get("sign", self.sign)) == (self.metric, self.sign):
             value = (
                 -math.inf if state["value"] is None else state["value"]

@@ -53,7 +53,8 @@ class Board:
         members = range(len(names))
         self._beats = dict.fromkeys(members, "")
         self._moved = dict.fromkeys(members, time.monotonic())
-        """When each heartbeat was last seen to move, this member's too: its store may not answer."""
+        """When each heartbeat was last seen to move; this member's, too: its store may not
+        answer."""
         self._own: Failure | None = None
         self._first: Failure | None = None
         self._finished = False

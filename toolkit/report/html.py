@@ -48,7 +48,8 @@ class Sample:
     abstained: bool = False
     """Below `--abstain_below`: such a row does not count as wrong."""
     severity: float = 0.0
-    """The loss, the error, or the confidence in a wrong class: the worst mistakes have the greatest."""
+    """The loss, the error, or the confidence in a wrong class: the worst mistakes have the
+    greatest."""
     missed: Sequence[tuple[str, float]] = ()
     """Labels that were not predicted, with their probabilities."""
     added: Sequence[tuple[str, float]] = ()
@@ -87,9 +88,9 @@ def write_report(
 ) -> None:
     """Writes `folder`/report.html atomically.
 
-    `last` is the evaluation of the rows in predictions.jsonl, `texts` are their texts (or empty), `groups` maps the
-    name of a grouping (length, source) to the group of each row, `name` is the folder's on
-    the page, if `folder` is a draft.
+    `last` is the evaluation of the rows in predictions.jsonl, `texts` are their texts (or empty),
+    `groups` maps the name of a grouping (length, source) to the group of each row, `name` is the
+    folder's on the page, if `folder` is a draft.
     Raises ValueError for another number of texts than rows, OSError if a file is missing.
     """
     record = Record.load(folder, last)

@@ -1,4 +1,4 @@
-"""What a run logs while it trains: metrics.jsonl and eval.jsonl, trackers, lines in the terminal."""
+"""What a run logs while it trains: metrics.jsonl, eval.jsonl, trackers, lines in the terminal."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ _STOP_SECONDS = 60.0
 
 
 class RecipeRuns:
-    """Starts, continues and skips the runs of a recipe. `NAME.json` next to the folder NAME of a run
-    holds its command and its status, `NAME.log` its output."""
+    """Starts, continues and skips the runs of a recipe. `NAME.json` next to the folder NAME of a
+    run holds its command and its status, `NAME.log` its output."""
 
     def __init__(self, recipe: str, words: Sequence[str], folder: Path) -> None:
         """`words`: the command line of all runs. Raises UserError for a missing recipe or an

@@ -95,7 +95,7 @@ class RunSummary:
         return f"{steps}, {per_step}"
 
     def command_to_continue(self) -> str:
-        """What resumes the run after a stop signal: a command, or a call in a script or notebook."""
+        """What resumes the run after a stop signal: a command, or a call in a script."""
         training = self.settings.training
         if "ipykernel" in sys.modules or not (self.is_demo or sys.argv[1:]):
             return f"the same call, with output_dir={str(self.folder)!r}"

@@ -3,8 +3,8 @@
 A feature is a folder under `toolkit/features/` whose `feature.py` holds `FEATURE`, an instance of a
 subclass of `Feature`. That module is imported whenever settings are parsed or `toolkit --help` is
 printed, so it must not import torch. `register` adds a feature from elsewhere, before
-`config.parse`. What belongs to a task (targets, collator, metric) stands in its `Targets`, which the
-class of its settings names."""
+`config.parse`. What belongs to a task (targets, collator, metric) stands in its `Targets`, which
+the class of its settings names."""
 
 from __future__ import annotations
 

@@ -97,8 +97,8 @@ def _distribution(values: str) -> Any:
 def search(
     runs: RecipeRuns, space: Mapping[str, Any], trials: int | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """(the best settings, the names of the runs that finished). A search that was stopped continues:
-    from the results of the runs that are there the sampler draws the same settings again."""
+    """(the best settings, the names of the runs that finished). A stopped search continues: from
+    the results of the runs that are there the sampler draws the same settings again."""
     import optuna
     from optuna.distributions import CategoricalDistribution
     from optuna.trial import TrialState

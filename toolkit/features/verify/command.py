@@ -41,8 +41,8 @@ _MICRO_BATCH, _OTHER_MICRO_BATCH = 3, 5
 _MARK = ".verify"  # a file in each run's folder, for which it is removed when the run is repeated
 # in fp32; torch's norm of a large tensor on a CPU is off by 1e-5 and more
 _FP32_NORM_FACTOR = 10
-# In bf16 and fp16 a config may differ from fp32 by `_MARGIN` times the difference of one process, or
-# by `_ROUNDING`. Rounding changes gradient norms more than losses, by about `_NORM_FACTOR`.
+# In bf16 and fp16 a config may differ from fp32 by `_MARGIN` times the difference of one process,
+# or by `_ROUNDING`. Rounding changes gradient norms more than losses, by about `_NORM_FACTOR`.
 _MARGIN = 1.5
 _ROUNDING = {"bf16": 1e-3, "fp16": 2e-4}
 _NORM_FACTOR = 40
@@ -327,7 +327,7 @@ def _reason_of_strategy(trial: Trial, one: Trial) -> str:
     norms = trial.numbers.grad_norms[1], one.numbers.grad_norms[1]
     if math.isclose(*norms, rel_tol=trial.allowed[NORM]):
         return (
-            "only the first step agrees: weights or gradients are changed outside the optimizer, or "
-            "it needs unsharded parameters, or state differs by rank"
+            "only the first step agrees: weights or gradients are changed outside the optimizer, "
+            "or it needs unsharded parameters, or state differs by rank"
         )
     return "the gradient differs: a part of it is not averaged over processes"
