@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from toolkit.checkpoint.safetensors_writer import DTYPES
 from toolkit.conversion import lora, write
 from toolkit.conversion.model_class import CONFIG, ModelClass, model_class
 from toolkit.conversion.open import open_checkpoint
-from toolkit.conversion.stored import Check, Checkpoint, Stored
+from toolkit.conversion.stored import Checkpoint, Stored
 from toolkit.errors import UserError
 from toolkit.utils.files import explain_write_errors, replace_folder
 
@@ -50,7 +49,11 @@ def convert(checkpoint: Path, out: Path, settings: ConvertSettings) -> list[str]
         if lora.is_adapted(opened):
             adapter = _find_folder(lora.ADAPTER_CONFIG, *own, settings.config_from)
             tensors |= lora.merged_layers(opened, adapter, model, tensors)
-    _run([*opened.checks, *(base.checks if base else ())])
+    checks = [*opened.checks]
+    if base is not None:
+        checks += base.checks
+    with ThreadPoolExecutor() as threads:  # raises the first error
+        list(threads.map(lambda check: check(), checks))
     dtype = DTYPES[settings.dtype]
     with explain_write_errors(out), replace_folder(out) as draft:
         size = write.write_tensors(draft / "model.safetensors", tensors, dtype)
@@ -84,9 +87,7 @@ def _promised_class(folder: Path | None, opened: Checkpoint) -> tuple[ModelClass
 
 
 def _model_tensors(
-    opened: Checkpoint,
-    base: Checkpoint | None,
-    model: ModelClass,
+    opened: Checkpoint, base: Checkpoint | None, model: ModelClass
 ) -> dict[str, Stored]:
     """All parameters and persistent buffers of a model, without an adapter."""
     tensors = model.fit(lora.without_lora(opened))
@@ -100,9 +101,3 @@ def _model_tensors(
         where += f" (without what was frozen in {opened.base_model})"
     model.check(tensors, where)
     return tensors
-
-
-def _run(checks: Iterable[Check]) -> None:
-    """Raises the first error."""
-    with ThreadPoolExecutor() as threads:
-        list(threads.map(lambda check: check(), checks))

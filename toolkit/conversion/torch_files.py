@@ -30,28 +30,33 @@ class _StandIn:
     def __setstate__(self, state: object) -> None: ...
 
 
-_STAND_INS: Mapping[str, Any] = {
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler": _StandIn,
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": _StandIn,
-    "deepspeed.utils.tensor_fragment.fragment_address": _StandIn,
-    "deepspeed.runtime.zero.config.ZeroStageEnum": _StandIn,
-    "torch.torch_version.TorchVersion": _StandIn,
-    # in Lightning's hyper_parameters, and what loops save beside the weights
-    "lightning.fabric.utilities.data.AttributeDict": OrderedDict,
-    "lightning_fabric.utilities.data.AttributeDict": OrderedDict,
-    "pytorch_lightning.utilities.parsing.AttributeDict": OrderedDict,
-    "argparse.Namespace": _StandIn,
-    "pathlib.PosixPath": _StandIn,
-    "pathlib._local.PosixPath": _StandIn,
-    "numpy.dtype": _StandIn,
-    "numpy._core.multiarray.scalar": _StandIn,
-    "numpy.core.multiarray.scalar": _StandIn,
-}
+# in Lightning's hyper_parameters
+_DICTIONARIES = (
+    "lightning.fabric.utilities.data.AttributeDict",
+    "lightning_fabric.utilities.data.AttributeDict",
+    "pytorch_lightning.utilities.parsing.AttributeDict",
+)
+# in the state of optimizers and loss scalers, and what loops save beside the weights
+_IGNORED = (
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "torch.torch_version.TorchVersion",
+    "argparse.Namespace",
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",
+    "numpy.dtype",
+    "numpy._core.multiarray.scalar",
+    "numpy.core.multiarray.scalar",
+)
 
 
 def unpickle(file: Any, mmap: bool = False) -> Any:
     """The content of a file of torch.save; nothing is executed. Raises what torch raises."""
-    with torch.serialization.safe_globals([(make, name) for name, make in _STAND_INS.items()]):
+    known: list[Any] = [(_StandIn, name) for name in _IGNORED]
+    known += [(OrderedDict, name) for name in _DICTIONARIES]
+    with torch.serialization.safe_globals(known):
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
 
 
