@@ -1,6 +1,5 @@
 """toolkit/training/checks.py: what an edited loop calls wrongly is an error in its first steps."""
 
-import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -57,11 +56,10 @@ def test_an_optimizer_of_whole_parameters_needs_a_verification(
         refusal(check_before_prepare, accelerator, model, optimizer, says=says)
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
-    path = verified.record_path(str(verified.script_digest()))
-    path.parent.mkdir()
-    path.write_text(json.dumps({"strategies": {kind: True}}))
+    digest = str(verified.script_digest())
+    verified.write_record(digest, {kind: True})
     check_before_prepare(accelerator, model, own)
-    path.write_text(json.dumps({"strategies": {kind: False, "zero1": True}}))
+    verified.write_record(digest, {kind: False, "zero1": True})
     refusal(check_before_prepare, accelerator, model, own, says=[kind])
     monkeypatch.setenv(OTHER_RANDOMNESS, "0")  # it is being verified
     check_before_prepare(accelerator, model, own)

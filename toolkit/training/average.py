@@ -33,9 +33,8 @@ class Average:
             self._trained = [tensor for tensor, _ in live.optimizer_tensors()], live.optimizer
         tensors, optimizer = self._trained
         # AdamW initializes an empty state: the average of a weight without any gradient so far is
-        # the weight
-        if any(optimizer.state.get(tensor) for tensor in tensors):
-            tensors = [tensor for tensor in tensors if optimizer.state.get(tensor)]
+        # the weight. SGD has no state of any
+        tensors = [tensor for tensor in tensors if optimizer.state.get(tensor)] or tensors
         for tensor in tensors:
             if _KEY not in optimizer.state[tensor]:
                 optimizer.state[tensor][_KEY] = tensor.detach().clone()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,8 +33,7 @@ class StepMetrics:
     padding: float
     """Fraction of padding among all computed tokens."""
     peak_memory_bytes: int
-    """Maximum over processes since the start or the last evaluation: device memory, or resident
-    memory on a CPU."""
+    """Maximum over processes: device memory since the first step, or resident memory on a CPU."""
 
 
 def gather_by_name(
@@ -71,12 +67,3 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return memory.peak_resident_bytes()
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    """Resets the peak on CUDA, and on a CPU under Linux (proc(5))."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    elif sys.platform == "linux":
-        with contextlib.suppress(OSError):  # some sandboxes lack this file
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import inspect
 import math
 import warnings
 from collections.abc import Callable
@@ -13,12 +12,12 @@ from typing import Any
 
 import torch
 from accelerate.scheduler import AcceleratedScheduler
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
 from toolkit.config import TrainingSettings
-from toolkit.errors import UserError, did_you_mean, first_line
+from toolkit.errors import UserError, did_you_mean, first_line, listing
 from toolkit.models.layers import distances
 
 # names of biases and norms, which are not decayed, from transformers.Trainer
@@ -45,11 +44,8 @@ def make_optimizer(model: torch.nn.Module, settings: TrainingSettings) -> torch.
     try:
         return kind(groups, lr=rate, **arguments)
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-        known = [*inspect.signature(kind).parameters]
-        words = [word for word in known if word not in ("params", "lr", "weight_decay")]
         setting = f"--optimizer {settings.optimizer} --optimizer_args {settings.optimizer_args}"
-        takes = f"{kind.__name__} takes {', '.join(words)}"
-        raise UserError(f"{setting}: {first_line(error)}; {takes}") from error
+        raise UserError(f"{setting}: {first_line(error)}") from error
 
 
 def _optimizer_class(name: str) -> Any:
@@ -58,8 +54,9 @@ def _optimizer_class(name: str) -> Any:
     module, _, attribute = name.rpartition(".")
     if not module:
         names = [*_OPTIMIZERS, "MODULE.CLASS"]
-        hint = did_you_mean(name, names)
-        raise UserError(f"--optimizer {name}{hint}: there are {', '.join(names)}")
+        raise UserError(
+            f"--optimizer {name}{did_you_mean(name, names)}: there are {listing(names)}"
+        )
     try:
         kind = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
@@ -81,9 +78,8 @@ def _arguments(text: str | None) -> dict[str, Any]:
     except (SyntaxError, ValueError) as error:
         hint = "write momentum=0.9,nesterov=True or betas=(0.9,0.95)"
         raise UserError(f"--optimizer_args {text}: {first_line(error)}; {hint}") from error
-    for name, setting in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
-        if name in arguments:
-            raise UserError(f"--optimizer_args {text}: pass {name} as --{setting} instead")
+    if {"lr", "weight_decay"} & arguments.keys():
+        raise UserError(f"--optimizer_args {text}: use --learning_rate and --weight_decay instead")
     return arguments
 
 
@@ -160,18 +156,11 @@ def _schedule_of_settings(settings: TrainingSettings, total_steps: int, optimize
 
 
 def set_schedule(scheduler: AcceleratedScheduler, steps: int) -> None:
-    """Sets the schedule to its state after `steps` optimizer steps; those of transformers depend on
-    nothing else. Others must be new, and are stepped."""
-    schedule = scheduler.scheduler
-    if isinstance(schedule, LambdaLR):
-        schedule.last_epoch = steps - 1
-        steps = 1
-    for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):
-        group["lr"] = rate  # a checkpoint may have replaced it
+    """Steps a new schedule to its state after `steps` optimizer steps."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         for _ in range(steps):
-            schedule.step()
+            scheduler.scheduler.step()
 
 
 def unwrapped_optimizer(optimizer: Any) -> Any:

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -40,7 +39,6 @@ from toolkit.training.metrics import (
     gather_by_name,
     norm_tensor,
     peak_memory_bytes,
-    reset_peak_memory,
 )
 from toolkit.training.optimizer import unwrapped_optimizer
 from toolkit.training.schedule import Schedule
@@ -117,7 +115,7 @@ class Step:
             batch = steps.prefetcher.batch(collation, next_one)
             self._batch = batch
             self.computed_tokens += batch.inputs["input_ids"].numel()
-            launch.explain_failures(partial(steps.explain, batch))
+            launch.explain_failures(partial(memory.explain, batch, steps.recomputes))
             accelerator.sync_gradients = collation is self.collations[-1]
             with contextlib.ExitStack() as stack:
                 if not (accelerator.sync_gradients or steps.syncs_each_batch):
@@ -192,6 +190,8 @@ class Steps:
         self.syncs_each_batch = settings.sync_each_batch
         if settings.sync_each_batch is None:
             self.syncs_each_batch = accelerator.is_fsdp2
+        modules = model.modules()
+        self.recomputes = any(getattr(part, "gradient_checkpointing", False) for part in modules)
         self.checks = LoopChecks()
         self.checks.watch(model, optimizer)
         self.prefetcher = Prefetcher(accelerator.device)
@@ -217,24 +217,12 @@ class Steps:
         seed = self.settings.seed + other + 1_000_003 * self.done
         set_seed(seed % 2**31, device_specific=True)
 
-    def explain(self, batch: Batch, error: Exception) -> str | None:
-        """The line for a failure in a micro-batch; None for one that has no known cause."""
-        unused = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))  # DDP's
-        if unused:
-            items = unwrapped(self.model).named_parameters()
-            trained = [name for name, each in items if each.requires_grad]
-            names = listing([trained[int(place)] for place in unused[1].split()], 4)
-            return f"the loss does not use {names}: leave it out of the model, or freeze it"
-        modules = self.model.modules()
-        recomputes = any(getattr(part, "gradient_checkpointing", False) for part in modules)
-        return memory.explain(batch, recomputes, error)
-
     def __iter__(self) -> Iterator[Step]:
         """Yields the steps after `done`, with the order of samples by seed and epoch. Stop signals
         only set `stop_signal` meanwhile."""
         self.set_randomness()
-        device = self.accelerator.device
-        reset_peak_memory(device)  # exclude data, a teacher, and the search for a batch size
+        if self.accelerator.device.type == "cuda":  # without the search for a batch size
+            torch.cuda.reset_peak_memory_stats(self.accelerator.device)
         group = unwrapped_optimizer(self.optimizer).param_groups[0]
         with self.signals:
             remaining = self._remaining()
@@ -245,8 +233,6 @@ class Steps:
                 step.learning_rate = float(group["lr"])
                 self._updates = self.scheduler.scheduler.last_epoch
                 yield step
-                if step.evaluates:
-                    reset_peak_memory(device)
                 step = step.next_step
 
     def _remaining(self) -> Iterator[Step]:
