@@ -126,7 +126,7 @@ OTHER: dict[str, list[Any]] = {
     "max_length was 131 and is 50": ["--max_length", 50],
     "group_by_length was True and is False": ["--group_by_length", "false"],
     "validation_split was 0.1 and is 0.2": ["--validation_split", 0.2],
-    "lora_r was None and is 2": ["--lora_r", 2],
+    "has bert.": ["--lora_r", 2],
 }
 
 

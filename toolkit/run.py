@@ -202,11 +202,12 @@ class Run:
         model, steps, path = self._steps.model, self._steps, self.folder.path
         training = self.settings.training
         decay = training.ema_decay
-        self._average = None if decay is None else Average(self.checkpoints.live, decay)
+        self._average = None if decay is None else Average(self.checkpoints.live(), decay)
         free_settings = settings_of_features(self.settings)
         resumed = resume_from(self.checkpoints, self.folder.origin, free_settings)
         self.files = RunFiles(self.accelerator, path)
-        self.files.truncate_to_checkpoint(resumed.state if resumed and resumed.same_run else None)
+        own = resumed if self.checkpoints.continues else None
+        self.files.truncate_to_checkpoint(own.state if own else None)
         self.files.write_config(self.settings, *config_facts(self, resumed))
         start_trackers(
             self.accelerator, training, path, self.recipe, self.facts["settings"], steps.done

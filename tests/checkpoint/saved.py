@@ -16,7 +16,7 @@ def save_state(live: LiveState, folder: Path, step: int, **facts: Any) -> None:
         folders.OPTIMIZER_FILE: live.optimizer_shapes(),
     }
     optimizer = {"class": live.algorithm, "groups": live.changed_groups()}
-    state = {"step": step, "strategy": live.strategy, "world": live.world, "tied": tied_names(live.module),
+    state = {"step": step, "world": live.world, "tied": tied_names(live.module),
              "excluded": {}, "optimizer": optimizer}  # fmt: skip
     fragments = (live.weights(), live.moments())
     parts = [

@@ -87,17 +87,6 @@ def test_a_custom_schedule_has_the_rates_of_torchs(name: str) -> None:
         schedule.step()
 
 
-def test_a_schedule_that_a_resumed_run_cannot_continue() -> None:
-    refusal(
-        make_scheduler,
-        make("linear")[0],
-        TrainingSettings(),
-        TOTAL,
-        lr_scheduler.ReduceLROnPlateau,
-        says=("ReduceLROnPlateau", "number of steps"),
-    )
-
-
 def there_and_back(source: tuple[Any, Any], target: tuple[Any, Any]) -> None:
     set_scaler(*target, json.loads(json.dumps(scaler_state(*source))))
 

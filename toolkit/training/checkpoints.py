@@ -24,6 +24,7 @@ from toolkit.training.extra_state import random_states, registered_content
 from toolkit.training.metrics import StepMetrics
 from toolkit.training.precision import scaler_state
 from toolkit.training.steps import Steps
+from toolkit.training.verified import strategy_name
 from toolkit.utils.files import explain_write_errors, flush_path, nan_to_none
 from toolkit.utils.modules import unwrapped
 
@@ -103,11 +104,9 @@ class Checkpoints:
                 folders.set_links(self.path, self.best.step)
 
     def check(self) -> None:
-        """Raises UserError if this run's state cannot be saved: at the start, not at the first
-        save."""
+        """Raises UserError if what the recipe registered cannot be saved: at the start, not at the
+        first save."""
         registered_content(self.accelerator)
-        if self.settings.checkpoint_every:
-            self.live().changed_groups()
 
     def _is_due(self, step: int, last: bool) -> bool:
         if self.steps.stop_signal:
@@ -120,13 +119,21 @@ class Checkpoints:
 
     def _save(self, metrics: StepMetrics, evaluation_due: bool) -> None:
         live = self.live()
-        tables = self._tables(live)
-        facts = {**self._facts(live, metrics), "evaluation_left": evaluation_due}
+        excluded = _excluded(live.module)
+        weights, moments = live.weight_shapes(), live.optimizer_shapes()
+        for name in excluded:
+            del weights[name]
+        tables = {folders.WEIGHTS_FILE: weights, folders.OPTIMIZER_FILE: moments}
+        facts = {
+            **self._facts(live, metrics),
+            "excluded": excluded,
+            "evaluation_left": evaluation_due,
+        }
         objects = registered_content(self.accelerator)
         folder = folders.step_folder(self.path, metrics.step)
         tensors = itertools.chain(
-            live.gather(tables[folders.WEIGHTS_FILE], live.weights()),
-            live.gather(tables[folders.OPTIMIZER_FILE], live.moments()),
+            live.gather(weights, live.weights()),
+            live.gather(moments, live.moments()),
         )
         write = partial(self._write, folder, tables, facts, objects)
         if self.accelerator.is_main_process and self.settings.checkpoint_in_background:
@@ -138,20 +145,6 @@ class Checkpoints:
         for _ in tensors:
             pass
         self._saved_step = metrics.step
-
-    def _tables(self, live: LiveState) -> dict[str, Shapes]:
-        """What the files of a checkpoint hold. LoRA's base weights, large and unchanged, are left
-        out."""
-        weights = live.weight_shapes()
-        for name in self._excluded(live):
-            del weights[name]
-        return {folders.WEIGHTS_FILE: weights, folders.OPTIMIZER_FILE: live.optimizer_shapes()}
-
-    def _excluded(self, live: LiveState) -> dict[str, list[int]]:
-        if lora_config(live.module) is None:
-            return {}
-        parameters = live.module.named_parameters()
-        return {name: list(full_shape(each)) for name, each in parameters if not each.requires_grad}
 
     def _write(
         self,
@@ -181,12 +174,11 @@ class Checkpoints:
         accelerator = self.accelerator
         return {
             "step": metrics.step,
-            "strategy": live.strategy,
+            "strategy": strategy_name(accelerator),
             "world": accelerator.num_processes,
             "device": accelerator.device.type,
             "mixed_precision": accelerator.mixed_precision,
             "tied": tied_names(live.module),
-            "excluded": self._excluded(live),
             "base_model": self.facts["settings"].get("model_name_or_path"),
             "optimizer": {"class": live.algorithm, "groups": live.changed_groups()},
             "scheduler_steps": self.scheduler.scheduler.last_epoch,
@@ -205,3 +197,11 @@ class Checkpoints:
             return 0
         flush_path(path)
         return path.read_bytes().count(b"\n")
+
+
+def _excluded(module: torch.nn.Module) -> dict[str, list[int]]:
+    """Name -> shape of LoRA's base weights, large and unchanged, which checkpoints leave out."""
+    if lora_config(module) is None:
+        return {}
+    parameters = module.named_parameters()
+    return {name: list(full_shape(each)) for name, each in parameters if not each.requires_grad}

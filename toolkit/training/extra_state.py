@@ -16,14 +16,14 @@ from torch.utils._pytree import tree_leaves
 
 from toolkit.errors import UserError, first_line, listing
 from toolkit.utils.compat import require
+from toolkit.utils.files import as_json
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
     """The states of this process's random generators, as JSON can hold them."""
-    kind, keys, *rest = np.random.get_state()
     states = {
         "python": random.getstate(),
-        "numpy": [kind, keys.tolist(), *rest],
+        "numpy": as_json(np.random.get_state()),
         "torch": torch.get_rng_state().tolist(),
     }
     if device.type == "cuda":

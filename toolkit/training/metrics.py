@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +29,6 @@ class StepMetrics:
     """Tokens of this step, without padding."""
     samples_per_second: float
     tokens_per_second: float
-    padding: float
-    """Fraction of padding among all computed tokens."""
     peak_memory_bytes: int
     """Maximum over processes: device memory since the first step, or resident memory on a CPU."""
 
@@ -46,10 +43,10 @@ def gather_by_name(
     dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
     rows = []
     for numbers in quantities.values():
+        values: Any = numbers
         if isinstance(numbers[0], torch.Tensor):
-            rows.append(torch.stack(numbers).to(device, dtype))
-        else:
-            rows.append(torch.tensor(numbers, device=device, dtype=dtype))
+            values = torch.stack(numbers)
+        rows.append(torch.as_tensor(values, device=device, dtype=dtype))
     by_rank = accelerator.gather(torch.cat(rows)[None]).cpu()
     columns = by_rank.split([len(row) for row in rows], dim=1)
     return dict(zip(quantities, columns, strict=True))
@@ -59,7 +56,7 @@ def norm_tensor(norm: Any) -> torch.Tensor:
     """A scalar, from the gradient norms that strategies return: a tensor, a DTensor or a float."""
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
-    return torch.as_tensor(math.nan if norm is None else norm).detach().reshape(())
+    return torch.as_tensor(norm).detach().reshape(())
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -25,6 +25,7 @@ from toolkit.training.extra_state import load_registered, set_random_states
 from toolkit.training.optimizer import set_schedule
 from toolkit.training.precision import set_scaler
 from toolkit.utils.cache import digest_of_files
+from toolkit.utils.log import logger
 
 # Settings that do not change what is trained. Of files and models the content is compared instead,
 # of the precision the one that the run used.
@@ -38,32 +39,22 @@ NOT_OF_TRAINING = {
 _OF_THE_DEVICE = {"per_device_batch_size", "max_tokens_per_batch"}
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Where a run starts."""
-
-    folder: Path | None = None
-    """A checkpoint, all of which has been read and is whole; None: at step 0."""
-    skipped: tuple[str, ...] = ()
-    """Why newer checkpoints are skipped, a line each."""
-
-
-def choose_origin(resume: str, checkpoints: Path, facts: Mapping[str, Any]) -> Origin:
-    """The newest whole one of the checkpoints that `--resume` names. Raises UserError if none is
-    whole, or if it is of another job."""
+def choose_origin(resume: str, checkpoints: Path, facts: Mapping[str, Any]) -> Path | None:
+    """The newest whole one of the checkpoints that `--resume` names, or None, for a start at step
+    0. Raises UserError if all are damaged, or if it is of another job."""
     if resume == "no":
-        return Origin()
-    skipped: list[str] = []
+        return None
+    faults = []
     for folder in _named_checkpoints(resume, checkpoints):
         fault = folders.find_fault(folder)
         if not fault:
             _refuse_other_job(folder, facts)
-            return Origin(folder, tuple(skipped))
-        skipped.append(f"checkpoint {folder.name}: {fault}: skipped")
-    if skipped:
-        listed = "\n  ".join(skipped)
-        raise UserError(f"--resume {resume}: there is no whole checkpoint:\n  {listed}")
-    return Origin()
+            return folder
+        faults.append(fault)
+        logger.warning(f"checkpoint {folder.name}: {fault}: skipped")
+    if faults:
+        raise UserError(f"--resume {resume}: there is no whole checkpoint: {'; '.join(faults)}")
+    return None
 
 
 def _named_checkpoints(resume: str, checkpoints: Path) -> list[Path]:
@@ -83,11 +74,11 @@ def identity_of(
 ) -> dict[str, Any]:
     """The facts that must be equal in a checkpoint and in the run that resumes from it, as JSON. A
     model's folder is identified by its content, and may be moved or copied."""
-    model, training = settings.model, settings.training
-    source = str(model.model_name_or_path)
+    training = settings.training
+    source = str(settings.model.model_name_or_path)
     if accelerator.is_main_process and Path(source).is_dir():
         source = digest_of_model(Path(source))
-    identity = {
+    return {
         "recipe": recipe,
         "model": source,
         **data.facts,
@@ -98,9 +89,6 @@ def identity_of(
         "seed": training.seed,
         "sampling": section_in(settings, ObjectiveSettings).sampling,
     }
-    for name in ("lora_r", "lora_alpha", "lora_target_modules", "num_hidden_layers"):
-        identity[name] = getattr(model, name, None)
-    return identity
 
 
 def digest_of_model(folder: Path) -> str:
@@ -143,21 +131,18 @@ class Resumed:
     """On rank 0's disk."""
     state: Mapping[str, Any]
     """Its state.json."""
-    same_run: bool
-    """Whether this run saved it."""
     lines: list[str]
     """Lines for the log."""
 
 
 def resume_from(
     checkpoints: Checkpoints,
-    origin: Origin,
+    folder: Path | None,
     ignored: Collection[str] = (),
 ) -> Resumed | None:
     """Restores a checkpoint into model, optimizer, schedule and random generators; all ranks must
     call it. `ignored`: settings that do not affect training and may change. Returns None if the run
     starts at step 0."""
-    folder = origin.folder
     if folder is None:
         return None
     accelerator, steps = checkpoints.accelerator, checkpoints.steps
@@ -186,17 +171,14 @@ def resume_from(
     if checkpoints.continues:
         checkpoints.set_links()
     saved_by = f"saved by {state['strategy']}, number of processes: {state['world']}"
-    lines = [
-        *origin.skipped,
-        *lines_on_best,
-        f"resuming from {folder}: step {steps.done} of {total} ({saved_by})",
-    ]
+    line = f"resuming from {folder}: step {steps.done} of {total} ({saved_by})"
+    lines = [*lines_on_best, line]
     if changes:
         lines.append(f"settings that changed since: {'; '.join(changes)}")
     if state["script"] != checkpoints.facts["script"]:
         why = "if its loss, model or data did, pass --overwrite_output_dir to start again"
         lines.append(f"the recipe has changed since that checkpoint: {why}")
-    return Resumed(folder, state, checkpoints.continues, lines)
+    return Resumed(folder, state, lines)
 
 
 def _changed_settings(

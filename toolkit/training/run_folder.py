@@ -17,8 +17,8 @@ from filelock import FileLock, Timeout
 from toolkit.checkpoint import folder as folders
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
-from toolkit.launch.environment import attempt, launch_request, launcher_start, max_restarts
-from toolkit.training.resume import Origin, choose_origin
+from toolkit.launch.environment import attempt, launch_request, launcher_start
+from toolkit.training.resume import choose_origin
 from toolkit.utils.files import remove_drafts
 from toolkit.utils.log import logger
 
@@ -38,8 +38,8 @@ class RunFolder:
     """A run's folder, opened."""
 
     path: Path
-    origin: Origin
-    """Where the run starts."""
+    origin: Path | None
+    """The checkpoint, read and whole, from which the run starts; None: at step 0."""
     lock: FileLock | None = None
     """Held by the main process while this object exists, so that no second run uses the folder."""
 
@@ -54,20 +54,15 @@ def open_run_folder(
     recipe: str,
     facts: dict[str, Any],
 ) -> RunFolder:
-    """Opens `--output_dir`; all ranks must call it. `facts`: see `Checkpoints`. Raises UserError if
-    the folder holds a run that `--resume` excludes, or that cannot be resumed."""
+    """Opens `--output_dir`; all ranks must call it. `facts`: see `Checkpoints`. Raises UserError,
+    on the main process, if the folder holds a run that `--resume` excludes, or that cannot be
+    resumed."""
     folder = None
-    fault = ""
     if accelerator.is_main_process:
-        try:
-            folder = create_run_folder(settings, recipe, facts)
-        except UserError as error:
-            fault = str(error)
+        folder = create_run_folder(settings, recipe, facts)
     place = (folder.path, folder.origin) if folder else None
-    place, fault = broadcast_object_list([place, fault])
-    if fault:
-        raise UserError(fault)
-    return folder or RunFolder(*place)
+    path, origin = broadcast_object_list([place])[0]
+    return folder or RunFolder(path, origin)
 
 
 def create_run_folder(
@@ -77,44 +72,32 @@ def create_run_folder(
 ) -> RunFolder:
     """Creates and locks the run's folder, on the main process. A run in it is continued from a
     checkpoint; it is moved aside if it has none, or with `--overwrite_output_dir`. Raises
-    UserError."""
-    _check_restarts(settings)
+    UserError, and OSError if the folder cannot be written."""
     stamp = launch_request().get("started") or time.strftime("%Y%m%d-%H%M%S")
     path = _path_for(settings, recipe, stamp)
     checkpoints = path / "checkpoints"
     if attempt() and folders.newest_save_time(checkpoints) > launcher_start():
         # a restart continues from what its job has saved, despite --resume no
         settings = dataclasses.replace(settings, resume="auto", overwrite_output_dir=False)
-    try:
+    lock = _create(path)
+    remove_drafts(checkpoints)  # of a killed process
+    resume = settings.resume
+    if settings.overwrite_output_dir and resume == "auto":
+        resume = "no"
+    # before the old run is moved: --resume may name one of its checkpoints
+    origin = choose_origin(resume, checkpoints, facts)
+    content = [name for name in _FILES if (path / name).exists()]
+    if content and (settings.overwrite_output_dir or _ended_early(path)):
+        origin = _move_aside(path, stamp, origin)
         lock = _create(path)
-        remove_drafts(checkpoints)  # of a killed process
-        resume = settings.resume
-        if settings.overwrite_output_dir and resume == "auto":
-            resume = "no"
-        # before the old run is moved: --resume may name one of its checkpoints
-        origin = choose_origin(resume, checkpoints, facts)
-        content = [name for name in _FILES if (path / name).exists()]
-        if content and (settings.overwrite_output_dir or _ended_early(path)):
-            origin = _move_aside(path, stamp, origin)
-            lock = _create(path)
-        elif content and not _is_inside(origin, checkpoints):
-            fault = f"--output_dir {path} already contains a run ({', '.join(content)})"
-            reason = f"--resume {settings.resume} continues from none of its checkpoints"
-            remedy = "pass another --output_dir, or --overwrite_output_dir to move that run aside"
-            raise UserError(f"{fault}, and {reason}: {remedy}")
-        elif content:
-            remove_drafts(path)  # of a killed process
-    except OSError as error:
-        fault = f"--output_dir {path} cannot be written ({error.strerror})"
-        raise UserError(f"{fault}: name another folder") from error
+    elif content and (origin is None or origin.parent.resolve() != checkpoints.resolve()):
+        fault = f"--output_dir {path} already contains a run ({', '.join(content)})"
+        reason = f"--resume {settings.resume} continues from none of its checkpoints"
+        remedy = "pass another --output_dir, or --overwrite_output_dir to move that run aside"
+        raise UserError(f"{fault}, and {reason}: {remedy}")
+    elif content:
+        remove_drafts(path)  # of a killed process
     return RunFolder(path, origin, lock)
-
-
-def _check_restarts(settings: TrainingSettings) -> None:
-    has_folder = settings.output_dir or launch_request().get("started")
-    if max_restarts() and not (settings.checkpoint_every and has_folder):
-        remedy = "pass --checkpoint_every STEPS and --output_dir FOLDER"
-        raise UserError(f"--max_restarts resumes from checkpoints: {remedy}")
 
 
 def _path_for(settings: TrainingSettings, recipe: str, stamp: str) -> Path:
@@ -151,11 +134,7 @@ def _ended_early(path: Path) -> bool:
     return is_run and not has_ended
 
 
-def _is_inside(origin: Origin, checkpoints: Path) -> bool:
-    return origin.folder is not None and checkpoints.resolve() in origin.folder.resolve().parents
-
-
-def _move_aside(path: Path, stamp: str, origin: Origin) -> Origin:
+def _move_aside(path: Path, stamp: str, origin: Path | None) -> Path | None:
     """Renames the folder to `NAME.old-TIME`; of a link, which may lead to another disk, the folder
     behind it. Returns where `origin` is then. Raises OSError."""
     folder = path.resolve()
@@ -166,9 +145,9 @@ def _move_aside(path: Path, stamp: str, origin: Origin) -> Origin:
     folder.rename(aside)
     folder.mkdir()
     logger.info(f"moved the run in {path} to {aside}")
-    if origin.folder is None or folder not in origin.folder.parents:
+    if origin is None or folder not in origin.parents:
         return origin
-    return Origin(aside / origin.folder.relative_to(folder), origin.skipped)
+    return aside / origin.relative_to(folder)
 
 
 def _unused_path(path: Path) -> Path:

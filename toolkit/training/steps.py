@@ -70,8 +70,6 @@ class Step:
     learning_rate: float = math.nan
     started: float = 0.0
     seconds: float = math.nan
-    computed_tokens: int = 0
-    """That this process has computed, with padding."""
     _batch: Batch | None = None
     _losses: list[torch.Tensor] = field(default_factory=list)
     _ids: list[torch.Tensor] = field(default_factory=list)
@@ -114,7 +112,6 @@ class Step:
         for collation, next_one in zip(self.collations, following, strict=True):
             batch = steps.prefetcher.batch(collation, next_one)
             self._batch = batch
-            self.computed_tokens += batch.inputs["input_ids"].numel()
             launch.explain_failures(partial(memory.explain, batch, steps.recomputes))
             accelerator.sync_gradients = collation is self.collations[-1]
             with contextlib.ExitStack() as stack:
@@ -299,7 +296,6 @@ class Steps:
             {
                 "loss_sum": [step.loss_sum for step in finished],
                 "grad_norm": [norm_tensor(step.grad_norm) for step in finished],
-                "computed_tokens": [step.computed_tokens for step in finished],
                 "peak_memory": [peak_memory_bytes(self.accelerator.device)],
                 "stop_signal": [self.signals.requested],
                 "seconds_per_step": [self._seconds_per_step],
@@ -314,22 +310,20 @@ class Steps:
         self._seconds_per_step = seconds / len(finished)
         samples = sum(len(step.indices) for step in finished)
         tokens = sum(step.tokens for step in finished)
+        loss_sums = gathered["loss_sum"].sum(0).tolist()
         lines = []
         for place, step in enumerate(finished):
-            loss_sum = math.fsum(gathered["loss_sum"][:, place].tolist())
-            computed = gathered["computed_tokens"][:, place].sum().item()
             lines.append(
                 StepMetrics(
                     step=step.number,
                     epoch=round(step.number / self.schedule.steps_per_epoch, 4),
-                    loss=loss_sum / step.loss_denominator,
+                    loss=loss_sums[place] / step.loss_denominator,
                     learning_rate=step.learning_rate,
                     grad_norm=gathered["grad_norm"][0, place].item(),
                     samples=len(step.indices),
                     tokens=step.tokens,
                     samples_per_second=round(samples / seconds, 2),
                     tokens_per_second=round(tokens / seconds, 1),
-                    padding=round(1 - step.tokens / computed, 4),
                     peak_memory_bytes=int(gathered["peak_memory"].max()),
                 )
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -37,17 +36,6 @@ def record_path(digest: str, strategy: str) -> Path:
     """The empty file in the cache that says: the recipe of this digest trains under this strategy
     as in one process."""
     return cache_folder() / "verified" / digest / strategy
-
-
-def write_record(digest: str, agrees: Mapping[str, bool]) -> None:
-    """`agrees`: strategy -> whether the recipe trains the same under it."""
-    for strategy, same in agrees.items():
-        path = record_path(digest, strategy)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if same:
-            path.touch()
-        else:
-            path.unlink(missing_ok=True)
 
 
 def is_verified(strategy: str) -> bool:

@@ -4,7 +4,6 @@ fp32, one reduction of gradients in a step."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -46,10 +45,14 @@ def prepare_zero(
             {name: size for name, size in _BUCKET_SIZES.items() if zero.get(name) == "auto"}
         )
     add_autocast(accelerator, model)
-    with _in_fp32(config, accelerator.mixed_precision):
-        model, optimizer = accelerator.prepare(model, optimizer)
+    precision = accelerator.mixed_precision
+    if precision != "no":
+        config[precision]["enabled"] = False  # an engine in fp32
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if precision != "no":
+        config[precision]["enabled"] = True  # accelerate reads the run's precision there
     engine = accelerator.deepspeed_engine_wrapped.engine
-    if accelerator.mixed_precision == "fp16":
+    if precision == "fp16":
         _add_loss_scaler(engine)
     if plugin.zero_stage > 1 and not settings.sync_each_batch:
         accelerator.deepspeed_engine_wrapped = ReduceOnce(engine)
@@ -98,20 +101,6 @@ def _set_config(
     if zero.get("stage") == 3:
         # DeepSpeed's adds the bias to a product that is rounded to 16 bits
         zero["memory_efficient_linear"] = accelerator.mixed_precision == "no"
-
-
-@contextlib.contextmanager
-def _in_fp32(config: dict[str, Any], precision: str) -> Iterator[None]:
-    """Within this context an engine is created in fp32; accelerate reads the precision of the run
-    from the same place."""
-    if precision == "no":
-        yield
-        return
-    config[precision]["enabled"] = False
-    try:
-        yield
-    finally:
-        config[precision]["enabled"] = True
 
 
 class ReduceOnce(DeepSpeedEngineWrapper):
