@@ -132,10 +132,9 @@ def _write_record(digest: str, trials: Sequence[Trial]) -> None:
     for strategy in {trial.strategy for trial in trials}:
         path = record_path(digest, strategy)
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
         if disagree & {strategy, "single"}:
-            path.unlink(missing_ok=True)
-        else:
-            path.touch()
+            path.unlink()
 
 
 class Verification:
