@@ -100,8 +100,7 @@ class Checkpoints:
     def set_links(self) -> None:
         """Points the links `best` and `last` to the checkpoints of the best and the last step."""
         if self.accelerator.is_main_process:
-            with explain_write_errors(self.path):
-                folders.set_links(self.path, self.best.step)
+            folders.set_links(self.path, self.best.step)
 
     def check(self) -> None:
         """Raises UserError if what the recipe registered cannot be saved: at the start, not at the
