@@ -73,12 +73,11 @@ def test_lora(way: str, settings: list[Any], tmp_path: Path) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["zero2 x2", "zero3 x2", "fsdp2 x2"])
 def test_bf16(way: str, settings: list[Any], tmp_path: Path) -> None:
-    """Exactly under the same strategy, closely from autocast's fp32 weights to sharded bf16 ones. Saves fp32;
-    auto resumes with the checkpoint's precision."""
+    """Exactly under the same strategy, closely from autocast's fp32 weights to sharded bf16 ones. Saves fp32."""
     common = [*settings, "--mixed_precision", "bf16"]
     run([[*common, "--output_dir", tmp_path / "ddp"]], "ddp x2", tmp_path)
     jobs = [[*common, "--output_dir", tmp_path / "zero"],
-            [*settings, "--output_dir", tmp_path / "same", "--resume", saved(tmp_path / "zero")],
+            [*common, "--output_dir", tmp_path / "same", "--resume", saved(tmp_path / "zero")],
             [*common, "--output_dir", tmp_path / "across", "--resume", saved(tmp_path / "ddp")]]  # fmt: skip
     run(jobs, way, tmp_path)
     for name in ("ddp", "zero", "same"):

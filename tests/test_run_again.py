@@ -24,9 +24,8 @@ def finished(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> P
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (["--max_steps", "4", "--learning_rate", "3e-3"], "is of a finished run, and the changed settings would "
-         "have no effect (learning_rate was 5e-05 and is 0.003)"),
-        (["--max_steps", "3"], "has taken 4 steps, but the settings ask for 3 in total"),
+        (["--max_steps", "4", "--learning_rate", "3e-3"], "(learning_rate was 5e-05 and is 0.003)"),
+        (["--max_steps", "3"], "has taken 4 of 3 steps"),
         (["--max_steps", "8", "--resume", "no"], "already contains a run"),
     ],
 )  # fmt: skip

@@ -39,7 +39,7 @@ from toolkit.training.checks import TOKENS, check_tokenizer
 from toolkit.training.metrics import StepMetrics
 from toolkit.training.optimizer import MakeSchedule, make_scheduler
 from toolkit.training.prepare import prepare_for_strategy
-from toolkit.training.resume import Resumed, identity_of, precision_of, resume_from
+from toolkit.training.resume import Resumed, identity_of, resume_from
 from toolkit.training.run_folder import RunFolder, open_run_folder
 from toolkit.training.schedule import Schedule, make_schedule
 from toolkit.training.steps import Step, Steps
@@ -72,7 +72,7 @@ class Run:
         tracker_names(settings.training.report_to)
         self.settings = settings
         self.recipe = _task_of(settings)
-        self.accelerator = launch.make_accelerator(precision_of(settings.training))
+        self.accelerator = launch.make_accelerator(settings.training.mixed_precision)
         self.stopped = False
         """Whether a stop signal ended the training, with a checkpoint."""
         self._is_trial = False
@@ -202,11 +202,12 @@ class Run:
         model, steps, path = self._steps.model, self._steps, self.folder.path
         training = self.settings.training
         decay = training.ema_decay
-        self._average = None if decay is None else Average(self.checkpoints.live, decay)
+        self._average = None if decay is None else Average(self.checkpoints.live(), decay)
         free_settings = settings_of_features(self.settings)
         resumed = resume_from(self.checkpoints, self.folder.origin, free_settings)
         self.files = RunFiles(self.accelerator, path)
-        self.files.truncate_to_checkpoint(resumed.state if resumed and resumed.same_run else None)
+        own = resumed if self.checkpoints.continues else None
+        self.files.truncate_to_checkpoint(own.state if own else None)
         self.files.write_config(self.settings, *config_facts(self, resumed))
         start_trackers(
             self.accelerator, training, path, self.recipe, self.facts["settings"], steps.done
@@ -218,13 +219,13 @@ class Run:
             self.checkpoints.set_links()
 
     def _log_start(self, model: torch.nn.Module, resumed: Resumed | None) -> None:
+        self.checkpoints.check()
         self.summary = RunSummary(
             self.accelerator, self.settings, self.data, self.schedule, self.folder.path
         )
         lines = [
             *self.summary.start_lines(model),
             *(resumed.lines if resumed else []),
-            *self.checkpoints.notes(),
             verification_note(self.accelerator),
         ]
         for line in lines:

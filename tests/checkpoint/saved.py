@@ -15,12 +15,9 @@ def save_state(live: LiveState, folder: Path, step: int, **facts: Any) -> None:
         folders.WEIGHTS_FILE: live.weight_shapes(),
         folders.OPTIMIZER_FILE: live.optimizer_shapes(),
     }
-    frozen = [
-        name for name, parameter in live.module.named_parameters() if not parameter.requires_grad
-    ]
     optimizer = {"class": live.algorithm, "groups": live.changed_groups()}
-    state = {"step": step, "strategy": live.strategy, "world": live.world, "tied": tied_names(live.module),
-             "frozen": frozen, "excluded": {}, "optimizer": optimizer}  # fmt: skip
+    state = {"step": step, "world": live.world, "tied": tied_names(live.module),
+             "excluded": {}, "optimizer": optimizer}  # fmt: skip
     fragments = (live.weights(), live.moments())
     parts = [
         live.gather(shapes, part) for shapes, part in zip(tables.values(), fragments, strict=True)

@@ -1,6 +1,5 @@
 """toolkit/training/checks.py: what an edited loop calls wrongly is an error in its first steps."""
 
-import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -57,11 +56,12 @@ def test_an_optimizer_of_whole_parameters_needs_a_verification(
         refusal(check_before_prepare, accelerator, model, optimizer, says=says)
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
-    path = verified.record_path(str(verified.script_digest()))
-    path.parent.mkdir()
-    path.write_text(json.dumps({"strategies": {kind: True}}))
+    digest = str(verified.script_digest())
+    path = verified.record_path(digest, kind)
+    path.parent.mkdir(parents=True)
+    path.touch()
     check_before_prepare(accelerator, model, own)
-    path.write_text(json.dumps({"strategies": {kind: False, "zero1": True}}))
+    path.rename(path.with_name("zero1"))
     refusal(check_before_prepare, accelerator, model, own, says=[kind])
     monkeypatch.setenv(OTHER_RANDOMNESS, "0")  # it is being verified
     check_before_prepare(accelerator, model, own)
@@ -77,9 +77,11 @@ def test_a_run_of_an_edited_recipe_that_was_not_verified(
     accelerator = accelerator_with({}, stage=3)
     note = verified.verification_note(accelerator)
     assert note == f"my_recipe.py is not verified under zero3: toolkit verify {recipe}"
-    verified.write_record(str(verified.script_digest()), {"zero2": True, "zero3": False})
+    path = verified.record_path(str(verified.script_digest()), "zero3")
+    path.parent.mkdir(parents=True)
+    path.with_name("zero2").touch()
     assert verified.verification_note(accelerator) == note
-    verified.write_record(str(verified.script_digest()), {"zero3": True})
+    path.touch()
     assert verified.verification_note(accelerator) is None
     recipe.write_text("edited again")
     assert verified.verification_note(accelerator) is not None

@@ -71,8 +71,6 @@ def test_setting_a_schedule_is_stepping_it(name: str) -> None:
         stepped, fresh = make(name), make(name)
         for _ in range(steps):
             take(*stepped)
-        for group in fresh[0].param_groups:
-            group["lr"] = 0.3  # a checkpoint's
         set_schedule(fresh[1], steps)
         for _ in range(4):
             assert take(*fresh) == take(*stepped)
@@ -87,17 +85,6 @@ def test_a_custom_schedule_has_the_rates_of_torchs(name: str) -> None:
         assert take(*pair)[0][0] == pytest.approx(schedule.get_last_lr()[0])
         alone.step()
         schedule.step()
-
-
-def test_a_schedule_that_a_resumed_run_cannot_continue() -> None:
-    refusal(
-        make_scheduler,
-        make("linear")[0],
-        TrainingSettings(),
-        TOTAL,
-        lr_scheduler.ReduceLROnPlateau,
-        says=("ReduceLROnPlateau", "number of steps"),
-    )
 
 
 def there_and_back(source: tuple[Any, Any], target: tuple[Any, Any]) -> None:
@@ -173,27 +160,15 @@ def test_registered_objects() -> None:
     def accelerator(*values: Any) -> Any:
         return SimpleNamespace(_custom_objects=[Registered(value) for value in values])
 
-    load_registered(accelerator(), b"")
-    assert registered_content(accelerator()) == b""
-    load_registered(
-        fresh := accelerator(0, 0), content := registered_content(accelerator(3, torch.ones(2)))
-    )
+    load_registered(accelerator(), registered_content(accelerator()))
+    content = registered_content(accelerator(3, torch.ones(2)))
+    fresh = accelerator(0, 0)
+    load_registered(fresh, content)
     assert [str(each.value) for each in fresh._custom_objects] == ["3", "tensor([1., 1.])"]
-    refusal(
-        load_registered,
-        accelerator(0),
-        content,
-        match="has 2 states .*register_for_checkpointing.* 1 ",
-    )
+    says = ["has 2 states", "register_for_checkpointing", "1 objects"]
+    refusal(load_registered, accelerator(0), content, says=says)
     message = r"register_for_checkpointing\(Registered\)"
     refusal(registered_content, accelerator(SimpleNamespace()), match=message)
-    content = registered_content(accelerator("text"))
-    refusal(
-        load_registered,
-        accelerator(0),
-        content,
-        match=r"objects.pt .*: Registered.*load_state_dict\(\)",
-    )
 
 
 def test_random_states_there_and_back() -> None:

@@ -32,7 +32,7 @@ from toolkit.utils.files import (
 
 STATE_FILE = "state.json"
 WEIGHTS_FILE, OPTIMIZER_FILE = "weights.safetensors", "optimizer.safetensors"
-FORMAT = 2
+FORMAT = 3
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:

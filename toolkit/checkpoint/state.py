@@ -82,11 +82,6 @@ class LiveState:
         return contents[0]
 
     @property
-    def strategy(self) -> str:
-        """single, ddp, zero1, zero2, zero3 or fsdp2."""
-        return "ddp" if self.world > 1 else "single"
-
-    @property
     def algorithm(self) -> str:
         """The optimizer's class; AdamW for DeepSpeed's classes of it."""
         name = type(self.optimizer).__name__
@@ -172,7 +167,7 @@ class LiveState:
             raise self._unsavable(key, value, f"of {name}")
         if self.sharded and is_tensor and value.dim() and not elementwise:
             shape = list(value.shape)
-            raise self._unsavable(key, value, f"of {name} of shape {shape} under {self.strategy}")
+            raise self._unsavable(key, value, f"of {name} of shape {shape}, under shards")
 
     def _unsavable(self, key: Any, value: Any, where: str) -> UserError:
         what = f"{self.algorithm} has {key} ({type(value).__name__}) {where}"

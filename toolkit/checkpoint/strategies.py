@@ -35,7 +35,6 @@ class ShardedState(LiveState):
     """FSDP2: each rank has some rows of each parameter, as a DTensor."""
 
     sharded = True
-    strategy = "fsdp2"
 
 
 class ZeroState(LiveState):
@@ -54,10 +53,6 @@ class ZeroState(LiveState):
         self.zero = engine.optimizer
         self.masters = require(self.zero, self.MASTERS, "deepspeed")
         self.groups = require(self.zero, self.GROUPS, "deepspeed")
-
-    @property
-    def strategy(self) -> str:
-        return f"zero{self.engine.zero_optimization_stage()}"
 
     def optimizer_tensors(self) -> Iterator[tuple[torch.Tensor, list[str]]]:
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}

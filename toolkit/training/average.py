@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
@@ -17,30 +16,26 @@ _KEY = "ema"
 
 
 class Average:
-    """All processes call `update`. `live` returns the training state in memory."""
+    """All processes call `update`."""
 
-    def __init__(self, live: Callable[[], LiveState], decay: float) -> None:
-        self._live, self._decay = live, decay
-        self._trained: tuple[list[torch.Tensor], Any] | None = None
+    def __init__(self, live: LiveState, decay: float) -> None:
+        self._optimizer, self._decay = live.optimizer, decay
+        self._trained = [tensor for tensor, _ in live.optimizer_tensors()]
 
     @torch.no_grad()
     def update(self, updates: int) -> None:
         """Adds the current weights, after `updates` optimizer updates. As in TensorFlow's
         `ExponentialMovingAverage` the decay is at most (1 + updates) / (10 + updates), so that the
         first weights do not dominate a short run."""
-        if self._trained is None:  # cached: it builds maps of all parameters
-            live = self._live()
-            self._trained = [tensor for tensor, _ in live.optimizer_tensors()], live.optimizer
-        tensors, optimizer = self._trained
+        states = self._optimizer.state
         # AdamW initializes an empty state: the average of a weight without any gradient so far is
-        # the weight
-        if any(optimizer.state.get(tensor) for tensor in tensors):
-            tensors = [tensor for tensor in tensors if optimizer.state.get(tensor)]
+        # the weight. SGD has no state of any
+        tensors = [tensor for tensor in self._trained if states.get(tensor)] or self._trained
         for tensor in tensors:
-            if _KEY not in optimizer.state[tensor]:
-                optimizer.state[tensor][_KEY] = tensor.detach().clone()
+            if _KEY not in states[tensor]:
+                states[tensor][_KEY] = tensor.detach().clone()
         if tensors:
-            averages = [optimizer.state[tensor][_KEY] for tensor in tensors]
+            averages = [states[tensor][_KEY] for tensor in tensors]
             decay = min(self._decay, (1 + updates) / (10 + updates))
             torch._foreach_lerp_(averages, tensors, 1 - decay)
 

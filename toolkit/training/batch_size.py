@@ -3,6 +3,7 @@ train on."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import math
@@ -38,7 +39,11 @@ def fit_batch_size(
         return settings
     size = math.ceil(settings.global_batch_size / accelerator.num_processes)
     if accelerator.device.type != "cpu":
-        size = _largest(accelerator, model, collate, settings, size)
+        trial = copy.deepcopy(model).train()
+        while size and not _fits(accelerator, trial, collate, settings.max_tokens_per_batch, size):
+            size //= 2
+        del trial
+        _free_memory()
         size = min(gather_object([size]))
     longest = int(collate.split.lengths.max())
     if size == 0:
@@ -50,41 +55,23 @@ def fit_batch_size(
     return dataclasses.replace(settings, per_device_batch_size=size)
 
 
-def _largest(
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    collate: Collator,
-    settings: TrainingSettings,
-    size: int,
-) -> int:
-    """Halves `size` until a micro-batch fits; 0 if none does."""
-    buffers = [buffer.clone() for buffer in model.buffers()]  # running means
-    while size and not _fits(accelerator, model, collate, settings, size):
-        size //= 2
-    model.zero_grad()
-    model.to("cpu")
-    for buffer, before in zip(model.buffers(), buffers, strict=True):
-        buffer.copy_(before)
-    _free()
-    return size
-
-
 def _fits(
     accelerator: Accelerator,
     model: Any,
     collate: Collator,
-    settings: TrainingSettings,
+    max_tokens: int | None,
     size: int,
 ) -> bool:
-    """Whether a forward and a backward pass of the `size` longest texts fit beside the optimizer's
-    state."""
+    """Whether a forward and a backward pass of the `size` longest texts, of at most `max_tokens`
+    tokens together, fit beside the optimizer's state."""
     split, device = collate.split, accelerator.device
-    limit = settings.max_tokens_per_batch
-    if limit is not None:
-        size = min(size, max(1, limit // int(split.lengths.max())))
+    if max_tokens is not None:
+        size = min(size, max(1, max_tokens // int(split.lengths.max())))
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    model.zero_grad()
+    _free_memory()
     try:
-        model.to(device).train()
+        model.to(device)
         reserved = torch.empty(_STATE_BYTES * trained, dtype=torch.uint8, device=device)
         batch = collate(split.longest(size))
         with autocast(accelerator):
@@ -94,12 +81,10 @@ def _fits(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        model.zero_grad()
-        _free()
         return False
     return True
 
 
-def _free() -> None:
+def _free_memory() -> None:
     gc.collect()
     torch.cuda.empty_cache()

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import math
-import shutil
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,15 +16,15 @@ from accelerate.utils import gather_object
 from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.model_folder import lora_config, write_adapter_config, write_config_files
 from toolkit.checkpoint.parameters import full_shape, tied_names
-from toolkit.checkpoint.safetensors_writer import DTYPE_NAMES, Shapes
+from toolkit.checkpoint.safetensors_writer import Shapes
 from toolkit.checkpoint.state import LiveState
 from toolkit.checkpoint.strategies import live_state
-from toolkit.errors import UserError, listing, size_text
 from toolkit.evaluation.best import Best
 from toolkit.training.extra_state import random_states, registered_content
 from toolkit.training.metrics import StepMetrics
 from toolkit.training.precision import scaler_state
 from toolkit.training.steps import Steps
+from toolkit.training.verified import strategy_name
 from toolkit.utils.files import explain_write_errors, flush_path, nan_to_none
 from toolkit.utils.modules import unwrapped
 
@@ -90,9 +87,8 @@ class Checkpoints:
             return {}
         started = time.perf_counter()
         self.wait()
-        size = self._save(metrics, evaluation_due)
-        seconds = round(time.perf_counter() - started, 3)
-        return {"checkpoint_seconds": seconds, "checkpoint_bytes": size}
+        self._save(metrics, evaluation_due)
+        return {"checkpoint_seconds": round(time.perf_counter() - started, 3)}
 
     def wait(self) -> None:
         """Waits for a checkpoint in the background. Raises UserError if it cannot be written."""
@@ -104,21 +100,12 @@ class Checkpoints:
     def set_links(self) -> None:
         """Points the links `best` and `last` to the checkpoints of the best and the last step."""
         if self.accelerator.is_main_process:
-            with explain_write_errors(self.path):
-                folders.set_links(self.path, self.best.step)
+            folders.set_links(self.path, self.best.step)
 
-    def notes(self) -> list[str]:
-        """Lines for the log: the size of checkpoints. Raises UserError if this run's state cannot
-        be saved: at the start, not at the first save."""
+    def check(self) -> None:
+        """Raises UserError if what the recipe registered cannot be saved: at the start, not at the
+        first save."""
         registered_content(self.accelerator)
-        if not self.settings.checkpoint_every:
-            return []
-        live = self.live()
-        _check_dtypes(live)
-        live.changed_groups()
-        if not self.accelerator.is_main_process:
-            return []
-        return [self._size_note(live)]
 
     def _is_due(self, step: int, last: bool) -> bool:
         if self.steps.stop_signal:
@@ -129,16 +116,23 @@ class Checkpoints:
             return is_last and self.continues
         return is_last or step == self.best.step or step % every == 0
 
-    def _save(self, metrics: StepMetrics, evaluation_due: bool) -> int:
-        """Returns the bytes of the tensors."""
+    def _save(self, metrics: StepMetrics, evaluation_due: bool) -> None:
         live = self.live()
-        tables = self._tables(live)
-        facts = {**self._facts(live, metrics), "evaluation_left": evaluation_due}
+        excluded = _excluded(live.module)
+        weights, moments = live.weight_shapes(), live.optimizer_shapes()
+        for name in excluded:
+            del weights[name]
+        tables = {folders.WEIGHTS_FILE: weights, folders.OPTIMIZER_FILE: moments}
+        facts = {
+            **self._facts(live, metrics),
+            "excluded": excluded,
+            "evaluation_left": evaluation_due,
+        }
         objects = registered_content(self.accelerator)
         folder = folders.step_folder(self.path, metrics.step)
         tensors = itertools.chain(
-            live.gather(tables[folders.WEIGHTS_FILE], live.weights()),
-            live.gather(tables[folders.OPTIMIZER_FILE], live.moments()),
+            live.gather(weights, live.weights()),
+            live.gather(moments, live.moments()),
         )
         write = partial(self._write, folder, tables, facts, objects)
         if self.accelerator.is_main_process and self.settings.checkpoint_in_background:
@@ -150,21 +144,6 @@ class Checkpoints:
         for _ in tensors:
             pass
         self._saved_step = metrics.step
-        return sum(_bytes_of(shapes) for shapes in tables.values())
-
-    def _tables(self, live: LiveState) -> dict[str, Shapes]:
-        """What the files of a checkpoint hold. LoRA's base weights, large and unchanged, are left
-        out."""
-        weights = live.weight_shapes()
-        for name in self._excluded(live):
-            del weights[name]
-        return {folders.WEIGHTS_FILE: weights, folders.OPTIMIZER_FILE: live.optimizer_shapes()}
-
-    def _excluded(self, live: LiveState) -> dict[str, list[int]]:
-        if lora_config(live.module) is None:
-            return {}
-        parameters = live.module.named_parameters()
-        return {name: list(full_shape(each)) for name, each in parameters if not each.requires_grad}
 
     def _write(
         self,
@@ -184,98 +163,44 @@ class Checkpoints:
 
     def _write_others(self, objects: bytes, draft: Path) -> None:
         module = unwrapped(self.model)
+        (draft / "objects.pt").write_bytes(objects)
         (draft / "model").mkdir()
         write_config_files(module, self.tokenizer, draft / "model")
         if lora_config(module):
             write_adapter_config(module, draft / "model")
-        if objects:
-            (draft / "objects.pt").write_bytes(objects)
 
     def _facts(self, live: LiveState, metrics: StepMetrics) -> dict[str, Any]:
-        steps, accelerator = self.steps, self.accelerator
-        excluded = self._excluded(live)
-        frozen = [name for name, each in live.module.named_parameters() if not each.requires_grad]
-        epoch, position = divmod(metrics.step, steps.schedule.steps_per_epoch)
-        lines = {}
-        if accelerator.is_main_process:
-            lines = self._flush_log()
+        accelerator = self.accelerator
         return {
             "step": metrics.step,
-            "epoch": epoch,
-            "position": position,
-            "saved": datetime.now(UTC).isoformat(timespec="seconds"),
-            "strategy": live.strategy,
+            "strategy": strategy_name(accelerator),
             "world": accelerator.num_processes,
+            "device": accelerator.device.type,
             "mixed_precision": accelerator.mixed_precision,
             "tied": tied_names(live.module),
-            "frozen": [name for name in frozen if name not in excluded],
-            "excluded": excluded,
             "base_model": self.facts["settings"].get("model_name_or_path"),
             "optimizer": {"class": live.algorithm, "groups": live.changed_groups()},
             "scheduler_steps": self.scheduler.scheduler.last_epoch,
             "loss_scale": scaler_state(accelerator, self.optimizer),
             "best": self.best.state(),
             "metrics": nan_to_none(vars(metrics)),
-            "lines": lines,
+            "lines": {name: self._count_lines(name) for name in ("metrics.jsonl", "eval.jsonl")},
             "random": gather_object([random_states(accelerator.device)]),
             **self.facts,
         }
 
-    def _flush_log(self) -> dict[str, int]:
-        """Flushes the run's other files to the disk before the checkpoint is complete. Returns the
-        numbers of lines of the logs."""
-        lines = {}
-        for name in ("metrics.jsonl", "eval.jsonl"):
-            lines[name] = 0
-            path = self.path.with_name(name)
-            if path.is_file():
-                lines[name] = path.read_bytes().count(b"\n")
-                flush_path(path)
-        config = self.path.with_name("config.json")
-        if config.is_file():
-            flush_path(config)
-        flush_path(self.path.parent)
-        return lines
-
-    def _size_note(self, live: LiveState) -> str:
-        """Compares the disk space that checkpoints need with what is free on rank 0's disk. Raises
-        UserError if not one fits."""
-        weights = _bytes_of(self._tables(live)[folders.WEIGHTS_FILE])
-        trained = [full_shape(each) for each in live.module.parameters() if each.requires_grad]
-        moments = 8 * sum(math.prod(shape) for shape in trained)  # AdamW's two
-        size = weights + moments
-        # the newest ones, the best one, and the next before the oldest is removed
-        most = self.steps.schedule.total_steps // (self.settings.checkpoint_every or 1) + 2
-        count = min(self.settings.keep_checkpoints + 2, most)
-        free = self._free_bytes()
-        needed = f"checkpoints: about {size_text(size)} each, at most {count} at a time"
-        note = f"{needed}; {size_text(free)} free at {self.path}"
-        remedy = "free some space, pass another --output_dir, lower --keep_checkpoints"
-        remedy += " or drop --checkpoint_every"
-        if free < size:
-            raise UserError(f"{note}, too little for one: {remedy}")
-        if free < count * size:
-            return f"{note}, too little: {remedy}"
-        return note
-
-    def _free_bytes(self) -> int:
-        """What checkpoints can take, those that are there included."""
-        candidates = (self.path, *self.path.absolute().parents)
-        disk = next(folder for folder in candidates if folder.is_dir())
-        present = sum(path.stat().st_size for path in self.path.glob("step-*/*.safetensors"))
-        return shutil.disk_usage(disk).free + present
+    def _count_lines(self, name: str) -> int:
+        """Of a log, which is flushed to the disk before the checkpoint is complete."""
+        path = self.path.with_name(name)
+        if not self.accelerator.is_main_process or not path.is_file():
+            return 0
+        flush_path(path)
+        return path.read_bytes().count(b"\n")
 
 
-def _bytes_of(shapes: Shapes) -> int:
-    return sum(math.prod(shape) * dtype.itemsize for dtype, shape in shapes.values())
-
-
-def _check_dtypes(live: LiveState) -> None:
-    unknown = []
-    for name, (dtype, _) in live.weight_shapes().items():
-        if dtype not in DTYPE_NAMES:
-            unknown.append(f"{name} ({dtype})")
-    if unknown:
-        fault = "of a dtype that checkpoints do not support"
-        remedy = "use real numbers, or register_buffer(persistent=False)"
-        raise UserError(f"{listing(unknown, 4)}: {fault}: {remedy}")
+def _excluded(module: torch.nn.Module) -> dict[str, list[int]]:
+    """Name -> shape of LoRA's base weights, large and unchanged, which checkpoints leave out."""
+    if lora_config(module) is None:
+        return {}
+    parameters = module.named_parameters()
+    return {name: list(full_shape(each)) for name, each in parameters if not each.requires_grad}

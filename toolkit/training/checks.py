@@ -17,7 +17,6 @@ from toolkit.utils.modules import unwrapped
 ELEMENTWISE = {
     "torch": {"Adadelta", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "SGD"},
     "deepspeed": {"DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedAdam", "FusedLion"},
-    "toolkit": {"Lion"},
 }
 """Package -> its optimizers that compute the same from shards of parameters. (DeepSpeed replaces an
 Adagrad by its own, without parameter groups.)"""

@@ -3,7 +3,6 @@ what the recipe has registered with `accelerator.register_for_checkpointing`."""
 
 from __future__ import annotations
 
-import base64
 import io
 import random
 from collections.abc import Mapping
@@ -25,48 +24,31 @@ def random_states(device: torch.device) -> dict[str, Any]:
     states = {
         "python": random.getstate(),
         "numpy": as_json(np.random.get_state()),
-        "torch": _to_text(torch.get_rng_state()),
+        "torch": torch.get_rng_state().tolist(),
     }
     if device.type == "cuda":
-        states["cuda"] = _to_text(torch.cuda.get_rng_state())
+        states["cuda"] = torch.cuda.get_rng_state().tolist()
     return states
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Restores what `random_states` returned."""
+    """Restores what `random_states` returned on a device of the same type."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(_from_text(states["torch"]))
-    if torch.cuda.is_available():
-        if "cuda" in states:
-            torch.cuda.set_rng_state(_from_text(states["cuda"]))
-        else:
-            # saved on a CPU: from that rank's seed, since all GPUs still have that of the weights
-            torch.cuda.manual_seed(torch.initial_seed())
-
-
-def _to_text(state: torch.Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
-
-
-def _from_text(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+    np.random.set_state(tuple(states["numpy"]))
+    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
+    if "cuda" in states:
+        torch.cuda.set_rng_state(torch.tensor(states["cuda"], dtype=torch.uint8))
 
 
 def registered_content(accelerator: Accelerator) -> bytes:
-    """objects.pt: the states of what the recipe registered; empty without any. Raises UserError for
-    what cannot be read back without executing code, and for shards."""
+    """objects.pt: the states of what the recipe registered. Raises UserError for what cannot be
+    read back without executing code, and for shards."""
     objects = require(accelerator, "_custom_objects", "accelerate")
-    if not objects:
-        return b""
     file = io.BytesIO()
     try:
         states = [each.state_dict() for each in objects]
-        # an optimizer without any state yet has its tensors here
-        groups = [getattr(each, "param_groups", []) for each in objects]
-        if any(isinstance(leaf, DTensor) for leaf in tree_leaves([states, groups])):
+        if any(isinstance(leaf, DTensor) for leaf in tree_leaves(states)):
             raise TypeError("it has shards")
         torch.save(states, file)
         file.seek(0)
@@ -81,21 +63,15 @@ def registered_content(accelerator: Accelerator) -> bytes:
 
 
 def load_registered(accelerator: Accelerator, content: bytes) -> None:
-    """Loads these states. Raises UserError unless the recipe registers the objects that it did when
-    it saved."""
+    """Loads these states. Raises UserError unless the recipe registers as many objects as it did
+    when it saved."""
     objects = require(accelerator, "_custom_objects", "accelerate")
-    states = []
-    if content:
-        states = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    remedy = "use the same recipe, or another --output_dir"
+    states = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     if len(states) != len(objects):
         raise UserError(
             f"the checkpoint has {len(states)} states of accelerator.register_for_checkpointing, "
-            f"which got {len(objects)} objects before `run.steps`: {remedy}"
+            f"which got {len(objects)} objects before `run.steps`: use the same recipe, or another "
+            "--output_dir"
         )
     for each, state in zip(objects, states, strict=True):
-        try:
-            each.load_state_dict(state)
-        except Exception as error:
-            fault = f"{type(each).__name__}.load_state_dict() failed: {first_line(error)}"
-            raise UserError(f"objects.pt of the checkpoint: {fault}: {remedy}") from error
+        each.load_state_dict(state)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,11 +29,8 @@ class StepMetrics:
     """Tokens of this step, without padding."""
     samples_per_second: float
     tokens_per_second: float
-    padding: float
-    """Fraction of padding among all computed tokens."""
     peak_memory_bytes: int
-    """Maximum over processes since the start or the last evaluation: device memory, or resident
-    memory on a CPU."""
+    """Maximum over processes: device memory since the first step, or resident memory on a CPU."""
 
 
 def gather_by_name(
@@ -50,10 +43,10 @@ def gather_by_name(
     dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
     rows = []
     for numbers in quantities.values():
+        values: Any = numbers
         if isinstance(numbers[0], torch.Tensor):
-            rows.append(torch.stack(numbers).to(device, dtype))
-        else:
-            rows.append(torch.tensor(numbers, device=device, dtype=dtype))
+            values = torch.stack(numbers)
+        rows.append(torch.as_tensor(values, device=device, dtype=dtype))
     by_rank = accelerator.gather(torch.cat(rows)[None]).cpu()
     columns = by_rank.split([len(row) for row in rows], dim=1)
     return dict(zip(quantities, columns, strict=True))
@@ -63,7 +56,7 @@ def norm_tensor(norm: Any) -> torch.Tensor:
     """A scalar, from the gradient norms that strategies return: a tensor, a DTensor or a float."""
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
-    return torch.as_tensor(math.nan if norm is None else norm).detach().reshape(())
+    return torch.as_tensor(norm).detach().reshape(())
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -71,12 +64,3 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return memory.peak_resident_bytes()
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    """Resets the peak on CUDA, and on a CPU under Linux (proc(5))."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    elif sys.platform == "linux":
-        with contextlib.suppress(OSError):  # some sandboxes lack this file
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

@@ -15,12 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import (
-    DDPCommunicationHookType,
-    DistributedDataParallelKwargs,
-    convert_outputs_to_fp32,
-)
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from accelerate.utils import convert_outputs_to_fp32
 
 from toolkit.config import TrainingSettings
 from toolkit.launch.precision import autocast
@@ -43,19 +38,6 @@ def reduction_dtype(accelerator: Accelerator, settings: TrainingSettings) -> str
     if not settings.half_precision_gradients or accelerator.num_processes == 1:
         return None
     return "fp16" if accelerator.mixed_precision == "fp16" else "bf16"
-
-
-class HalfPrecisionReduction(DistributedDataParallelKwargs):
-    """Makes DDP reduce in 16 bits. Registers the hook under another name than accelerate does:
-    without NCCL torch rejects its bf16 hook by name."""
-
-    @classmethod
-    def of(cls, handler: DistributedDataParallelKwargs, dtype: str) -> HalfPrecisionReduction:
-        return cls(**{**vars(handler), "comm_hook": DDPCommunicationHookType(dtype)})
-
-    def register_comm_hook(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
-        hook = getattr(default_hooks, f"{self.comm_hook.value}_compress_hook")
-        model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
 
 
 def scaler_state(accelerator: Accelerator, optimizer: Any) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from toolkit import launch
 from toolkit.checkpoint.model_folder import check_adapter
@@ -17,7 +18,7 @@ from toolkit.models.layers import outer_layers
 from toolkit.pretrained import encoder_config
 from toolkit.training.checks import check_before_prepare
 from toolkit.training.fsdp import prepare_fsdp
-from toolkit.training.precision import HalfPrecisionReduction, reduction_dtype
+from toolkit.training.precision import reduction_dtype
 from toolkit.training.schedule import Schedule
 from toolkit.utils import memory
 
@@ -73,14 +74,16 @@ def _prepare_copies(
     optimizer: Any,
 ) -> tuple[Any, Any]:
     """For one process, or DDP."""
-    handler = accelerator.ddp_handler
-    if handler is not None:  # broadcast running means, but not constants, in each step
-        handler.broadcast_buffers = any(floating_buffers(model))
-        dtype = reduction_dtype(accelerator, settings)
-        if dtype:
-            accelerator.ddp_handler = HalfPrecisionReduction.of(handler, dtype)
-    prepared: tuple[Any, Any] = accelerator.prepare(model, optimizer)
-    return prepared
+    if accelerator.ddp_handler is not None:
+        # broadcast running means, but not constants, in each step
+        accelerator.ddp_handler.broadcast_buffers = any(floating_buffers(model))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    dtype = reduction_dtype(accelerator, settings)
+    if dtype:
+        compress = getattr(default_hooks, f"{dtype}_compress_hook")
+        # by another name: without NCCL torch rejects its bf16 hook
+        model.register_comm_hook(None, lambda state, bucket: compress(state, bucket))
+    return model, optimizer
 
 
 def compile_layers(accelerator: Accelerator, model: torch.nn.Module) -> None:

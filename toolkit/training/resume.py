@@ -1,12 +1,11 @@
-"""Resumes a run from a checkpoint, whatever strategy and world size saved it."""
+"""Resumes a run from a checkpoint, whatever strategy and world size saved it.
+
+`choose_origin` finds the newest whole checkpoint and compares its job with this one, before the
+model is prepared; `resume_from` restores its state."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import os
-import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,16 +16,16 @@ from accelerate.utils import broadcast_object_list
 
 from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.model_folder import has_model, save_model
-from toolkit.config import DataSettings, ObjectiveSettings, TrainingSettings, section_in
+from toolkit.config import ObjectiveSettings, section_in
 from toolkit.data.prepare import Data
-from toolkit.errors import UserError, listing
-from toolkit.launch.environment import attempt, launcher_start, place_of
+from toolkit.errors import UserError
 from toolkit.training.average import average_as_weights, remove_average
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.extra_state import load_registered, set_random_states
 from toolkit.training.optimizer import set_schedule
 from toolkit.training.precision import set_scaler
 from toolkit.utils.cache import digest_of_files
+from toolkit.utils.log import logger
 
 # Settings that do not change what is trained. Of files and models the content is compared instead,
 # of the precision the one that the run used.
@@ -36,83 +35,35 @@ NOT_OF_TRAINING = {
     "train_file", "validation_file", "test_file", "label_names_file", "log_level", "logging_steps",
     "mixed_precision", "compare_max_length", "per_device_eval_batch_size",
 }  # fmt: skip
-_OF_DATA_AND_MODEL = [field.name for field in dataclasses.fields(DataSettings)]
-_OF_DATA_AND_MODEL.append("model_name_or_path")
-_MODEL_FILES = (".safetensors", ".bin", ".onnx", ".onnx_data", ".data", ".xml")
+# They change only which samples are computed together, as the number of processes does
+_OF_THE_DEVICE = {"per_device_batch_size", "max_tokens_per_batch"}
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Where a run starts."""
-
-    folder: Path | None = None
-    """A checkpoint, all of which has been read and is whole; None: at step 0."""
-    skipped: tuple[str, ...] = ()
-    """Why newer checkpoints are skipped, a line each."""
-
-
-def precision_of(settings: TrainingSettings) -> str:
-    """`--mixed_precision`; if that is auto and the run resumes, the checkpoint's. Only on rank 0,
-    whose disk decides: `make_accelerator` gives it to the others."""
-    checkpoints = Path(settings.output_dir or ".") / "checkpoints"
-    resume = _resume_setting(settings, checkpoints)
-    if settings.mixed_precision != "auto" or resume == "no" or place_of(os.environ).rank:
-        return settings.mixed_precision
-    with contextlib.suppress(UserError, OSError):  # `choose_origin` raises them again
-        for folder in _named_checkpoints(resume, checkpoints):
-            with contextlib.suppress(UserError):
-                return str(folders.read_state(folder)["mixed_precision"])
-    return "auto"
-
-
-def _resume_setting(settings: TrainingSettings, checkpoints: Path) -> str:
-    """--resume, and what it means for a run that a launcher restarts or that starts over."""
-    if settings.output_dir and previous_attempt_in(checkpoints):
-        return "auto"
-    starts_over = settings.overwrite_output_dir or not settings.output_dir
-    return "no" if settings.resume == "auto" and starts_over else settings.resume
-
-
-def previous_attempt_in(checkpoints: Path) -> bool:
-    """Whether a previous attempt of this job (`--max_restarts`) has saved the newest checkpoint."""
-    return attempt() > 0 and folders.newest_save_time(checkpoints) > launcher_start()
-
-
-def choose_origin(resume: str, checkpoints: Path, facts: Mapping[str, Any]) -> Origin:
-    """The newest whole one of the checkpoints that `--resume` names. Raises UserError if none is
-    whole, or if it is of another job."""
+def choose_origin(resume: str, checkpoints: Path, facts: Mapping[str, Any]) -> Path | None:
+    """The newest whole one of the checkpoints that `--resume` names, or None, for a start at step
+    0. Raises UserError if all are damaged, or if it is of another job."""
     if resume == "no":
-        return Origin()
-    skipped: list[str] = []
+        return None
+    faults = []
     for folder in _named_checkpoints(resume, checkpoints):
         fault = folders.find_fault(folder)
         if not fault:
             _refuse_other_job(folder, facts)
-            return Origin(folder, tuple(skipped))
-        skipped.append(f"checkpoint {folder.name}: {fault}: skipped")
-    if skipped:
-        listed = "\n  ".join(skipped)
-        raise UserError(f"--resume {resume}: every checkpoint is damaged:\n  {listed}")
-    if resume != "auto":
-        raise UserError(f"--resume {resume}: there is no checkpoint")
-    return Origin()
+            return folder
+        faults.append(fault)
+        logger.warning(f"checkpoint {folder.name}: {fault}: skipped")
+    if faults:
+        raise UserError(f"--resume {resume}: there is no whole checkpoint: {'; '.join(faults)}")
+    return None
 
 
 def _named_checkpoints(resume: str, checkpoints: Path) -> list[Path]:
-    """The checkpoints that `--resume` names, the newest first: one by its path or by its name in
-    this run's `checkpoints`, or those of a run (of this one for `auto`)."""
+    """The checkpoints that `--resume` names, the newest first: this run's for `auto`, else those of
+    another run, or one."""
     if resume == "auto":
         return folders.newest_first(checkpoints)
-    path = Path(resume)
-    if not path.exists() and (checkpoints / resume).is_dir():
-        path = checkpoints / resume
-    if not resume or not path.is_dir():
-        remedy = "pass auto, no, a checkpoint's folder, or best, last or step-... of this run"
-        raise UserError(f"--resume {resume or repr(resume)}: no such folder: {remedy}")
-    path = path.resolve()
-    if folders.step_number(path) is not None or (path / folders.STATE_FILE).is_file():
-        return [path]
-    return folders.newest_first(path / "checkpoints") or folders.newest_first(path)
+    path = Path(resume).resolve()
+    return folders.newest_first(path / "checkpoints") or folders.newest_first(path) or [path]
 
 
 def identity_of(
@@ -123,16 +74,13 @@ def identity_of(
 ) -> dict[str, Any]:
     """The facts that must be equal in a checkpoint and in the run that resumes from it, as JSON. A
     model's folder is identified by its content, and may be moved or copied."""
-    model, training = settings.model, settings.training
-
-    def content(name: str) -> str:
-        if accelerator.is_main_process and Path(name).is_dir():
-            return digest_of_model(Path(name))
-        return name
-
-    identity = {
+    training = settings.training
+    source = str(settings.model.model_name_or_path)
+    if accelerator.is_main_process and Path(source).is_dir():
+        source = digest_of_model(Path(source))
+    return {
         "recipe": recipe,
-        "model": content(str(model.model_name_or_path)),
+        "model": source,
         **data.facts,
         "data": data.digest,
         "max_length": data.max_length,
@@ -141,35 +89,22 @@ def identity_of(
         "seed": training.seed,
         "sampling": section_in(settings, ObjectiveSettings).sampling,
     }
-    for name in ("lora_r", "lora_alpha", "lora_target_modules"):
-        identity[name] = getattr(model, name, None)
-    if layers := getattr(model, "num_hidden_layers", None):
-        identity["num_hidden_layers"] = layers
-    return identity
 
 
 def digest_of_model(folder: Path) -> str:
-    """Of the folder's config and weights, or of its exported graph."""
-    files = [path for path in folder.iterdir() if path.suffix in _MODEL_FILES]
-    files += folder.glob("config.json")
-    return digest_of_files(folder, files)
+    """Of the folder's config and weights."""
+    weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    return digest_of_files(folder, [folder / "config.json", *weights])
 
 
 def _refuse_other_job(folder: Path, facts: Mapping[str, Any]) -> None:
     """Raises UserError if the checkpoint's `identity` is not this run's."""
     state = folders.read_state(folder)
-    saved, current = state["identity"], facts["identity"]
-    digests = {
-        "data": "the content of the files, or the tokenizer,",
-        "model": "the content of the model's files",
-    }
-    reasons = differences(saved, current, [name for name in current if name not in digests])
-    changed = [what for name, what in digests.items() if saved[name] != current[name]]
-    if changed and not reasons:
-        settings = differences(state["settings"], facts["settings"], _OF_DATA_AND_MODEL)
-        reasons = settings or [f"{what} has changed" for what in changed]
+    reasons = differences(state["identity"], facts["identity"])
     if not reasons:
         return
+    # data and model are digests: the settings say which file is another one
+    reasons += differences(state["settings"], facts["settings"], ignored=facts["identity"])
     remedy = "Pass the settings it was saved with or another --output_dir, or "
     remedy += "--overwrite_output_dir to move that run aside and start again"
     raise UserError(f"{folder} belongs to another job: {'; '.join(reasons)}. {remedy}")
@@ -178,18 +113,14 @@ def _refuse_other_job(folder: Path, facts: Mapping[str, Any]) -> None:
 def differences(
     saved: Mapping[str, Any],
     current: Mapping[str, Any],
-    names: Iterable[str],
+    ignored: Collection[str] = (),
 ) -> list[str]:
-    """`NAME was X and is Y` for each of the names that both have with different values."""
+    """`NAME was X and is Y` for each name that both have with different values."""
     lines = []
-    for name in names:
-        if name in saved and name in current and saved[name] != current[name]:
-            lines.append(f"{name} was {_text(saved[name])} and is {_text(current[name])}")
+    for name in current:
+        if name in saved and name not in ignored and saved[name] != current[name]:
+            lines.append(f"{name} was {saved[name]} and is {current[name]}")
     return lines
-
-
-def _text(value: Any) -> str:
-    return f"[{listing(value, 6)}]" if isinstance(value, list) else str(value)
 
 
 @dataclass(frozen=True)
@@ -200,60 +131,54 @@ class Resumed:
     """On rank 0's disk."""
     state: Mapping[str, Any]
     """Its state.json."""
-    same_run: bool
-    """Whether this run saved it."""
     lines: list[str]
     """Lines for the log."""
 
 
 def resume_from(
     checkpoints: Checkpoints,
-    origin: Origin,
+    folder: Path | None,
     ignored: Collection[str] = (),
 ) -> Resumed | None:
     """Restores a checkpoint into model, optimizer, schedule and random generators; all ranks must
     call it. `ignored`: settings that do not affect training and may change. Returns None if the run
     starts at step 0."""
-    folder = origin.folder
     if folder is None:
         return None
     accelerator, steps = checkpoints.accelerator, checkpoints.steps
     content = None
     if accelerator.is_main_process:
-        content = (folders.read_state(folder), _objects(folder))
+        content = (folders.read_state(folder), (folder / "objects.pt").read_bytes())
     state, objects = broadcast_object_list([content])[0]
     changes = _changed_settings(checkpoints, state, ignored)
-    _check_finished_run(folder, state["step"], steps.schedule.total_steps, changes)
+    total = steps.schedule.total_steps
+    if changes and state["step"] >= total:
+        _refuse_finished_run(folder, state["step"], total, changes)
     load_registered(accelerator, objects)
     checkpoints.best.restore(state["best"])
     # first: it loads the best checkpoint's weights, which the resumed one's replace
     lines_on_best = _restore_best_model(checkpoints, folder)
     folders.load(folder, checkpoints.live(), state)
-    if None in (checkpoints.settings.ema_decay, state["settings"].get("ema_decay")):
-        remove_average(checkpoints.live())  # of the steps before --ema_decay was left out
-    same_run = folder.parent.resolve() == checkpoints.path.resolve()
-    checkpoints.continues = same_run
-    if same_run:
-        checkpoints.set_links()
+    if checkpoints.settings.ema_decay is None:
+        remove_average(checkpoints.live())  # of the steps before it was left out
     set_schedule(checkpoints.scheduler, int(state["scheduler_steps"]))
     set_scaler(accelerator, checkpoints.optimizer, state["loss_scale"])
     steps.done = state["step"]
-    if state["world"] == accelerator.num_processes:
+    if (state["world"], state["device"]) == (accelerator.num_processes, accelerator.device.type):
         own_states = state["random"][accelerator.process_index]
         steps.set_randomness = partial(set_random_states, own_states)
-    lines = [
-        *origin.skipped,
-        *lines_on_best,
-        *_resumed_lines(folder, state, changes, checkpoints),
-    ]
-    return Resumed(folder, state, same_run, lines)
-
-
-def _objects(folder: Path) -> bytes:
-    path = folder / "objects.pt"
-    if not path.is_file():
-        return b""
-    return path.read_bytes()
+    checkpoints.continues = folder.parent.resolve() == checkpoints.path.resolve()
+    if checkpoints.continues:
+        checkpoints.set_links()
+    saved_by = f"saved by {state['strategy']}, number of processes: {state['world']}"
+    line = f"resuming from {folder}: step {steps.done} of {total} ({saved_by})"
+    lines = [*lines_on_best, line]
+    if changes:
+        lines.append(f"settings that changed since: {'; '.join(changes)}")
+    if state["script"] != checkpoints.facts["script"]:
+        why = "if its loss, model or data did, pass --overwrite_output_dir to start again"
+        lines.append(f"the recipe has changed since that checkpoint: {why}")
+    return Resumed(folder, state, lines)
 
 
 def _changed_settings(
@@ -262,36 +187,17 @@ def _changed_settings(
     ignored: Collection[str],
 ) -> list[str]:
     """`NAME was X and is Y` for each setting that affects training."""
-    unimportant = NOT_OF_TRAINING.union(ignored)
-    if state["step"] == checkpoints.steps.schedule.total_steps:
-        # only an evaluation is left, which may have run out of memory
-        unimportant |= {"per_device_batch_size", "max_tokens_per_batch"}
-    settings = checkpoints.facts["settings"]
-    important = [name for name in settings if name not in unimportant]
-    changes = differences(state["settings"], settings, important)
+    unimportant = NOT_OF_TRAINING | _OF_THE_DEVICE | set(ignored)
+    changes = differences(state["settings"], checkpoints.facts["settings"], unimportant)
     precision = {"mixed_precision": checkpoints.accelerator.mixed_precision}
-    return changes + differences(state, precision, precision)
+    return changes + differences(state, precision)
 
 
-def _resumed_lines(
-    folder: Path,
-    state: Mapping[str, Any],
-    changes: list[str],
-    checkpoints: Checkpoints,
-) -> list[str]:
-    step, total = state["step"], checkpoints.steps.schedule.total_steps
-    processes = "1 process"
-    if state["world"] > 1:
-        processes = f"{state['world']} processes"
-    saved_by = f"saved by {state['strategy']}, {processes}"
-    lines = [f"resuming from {folder}: step {step} of {total} ({saved_by})"]
-    if changes:
-        lines.append(f"settings that changed since: {'; '.join(changes)}")
-    scripts = {state["script"], checkpoints.facts["script"]}
-    if len(scripts) > 1 and None not in scripts:  # a notebook has none
-        why = "if its loss, model or data did, pass --overwrite_output_dir to start again"
-        lines.append(f"{sys.argv[0]} has changed since that checkpoint: {why}")
-    return lines
+def _refuse_finished_run(folder: Path, step: int, total: int, changes: list[str]) -> None:
+    fault = f"has taken {step} of {total} steps, and the changed settings would have no effect"
+    remedy = "raise --max_steps (or --num_train_epochs)"
+    remedy += ", or pass another --output_dir or --overwrite_output_dir"
+    raise UserError(f"{folder} {fault} ({'; '.join(changes)}): {remedy}")
 
 
 def _restore_best_model(checkpoints: Checkpoints, folder: Path) -> list[str]:
@@ -304,43 +210,20 @@ def _restore_best_model(checkpoints: Checkpoints, folder: Path) -> list[str]:
     model_folder = checkpoints.path.with_name("model")
     # by its step: the link `best` may point to a later checkpoint
     source = folders.step_folder(folder.parent, best.step)
-    is_current, state = True, None
+    is_needed, state = False, None
     if accelerator.is_main_process and best.step:
-        is_current = has_model(model_folder, best.step, dtype)
-        if not is_current:
-            state = _whole_state(source)
-    is_current, state = broadcast_object_list([(is_current, state)])[0]
-    if is_current:
+        is_needed = not has_model(model_folder, best.step, dtype)
+        if is_needed and not folders.find_fault(source):
+            state = folders.read_state(source)
+    is_needed, state = broadcast_object_list([(is_needed, state)])[0]
+    if not is_needed:
         return []
     if state is None:
-        step = best.step
+        line = f"the best model so far, of step {best.step}, is gone"
         best.reset()
-        fault = f"the best model so far, of step {step}, is gone"
-        return [f"{fault}: the next evaluation counts as the best"]
+        return [f"{line}: the next evaluation counts as the best"]
     folders.load(source, checkpoints.live(), state)
-    if state["settings"].get("ema_decay") is None:
-        remove_average(checkpoints.live())
     model, tokenizer = checkpoints.model, checkpoints.tokenizer
     with average_as_weights(checkpoints.live):
         save_model(accelerator, model, tokenizer, model_folder, best.step, dtype)
     return []
-
-
-def _whole_state(folder: Path) -> dict[str, Any] | None:
-    """A checkpoint's state.json; None if it is missing or damaged."""
-    if folders.find_fault(folder):
-        return None
-    return folders.read_state(folder)
-
-
-def _check_finished_run(folder: Path, step: int, total: int, changes: list[str]) -> None:
-    """Raises UserError if a checkpoint has more steps than the run, or all of them and settings
-    have changed."""
-    remedy = "raise --max_steps (or --num_train_epochs)"
-    remedy += ", or pass another --output_dir or --overwrite_output_dir"
-    if step > total:
-        fault = f"has taken {step} steps, but the settings ask for {total} in total"
-        raise UserError(f"{folder} {fault}: {remedy}")
-    if step == total and changes:
-        fault = "is of a finished run, and the changed settings would have no effect"
-        raise UserError(f"{folder} {fault} ({'; '.join(changes)}): {remedy}")

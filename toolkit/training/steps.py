@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -40,7 +39,6 @@ from toolkit.training.metrics import (
     gather_by_name,
     norm_tensor,
     peak_memory_bytes,
-    reset_peak_memory,
 )
 from toolkit.training.optimizer import unwrapped_optimizer
 from toolkit.training.schedule import Schedule
@@ -72,8 +70,6 @@ class Step:
     learning_rate: float = math.nan
     started: float = 0.0
     seconds: float = math.nan
-    computed_tokens: int = 0
-    """That this process has computed, with padding."""
     _batch: Batch | None = None
     _losses: list[torch.Tensor] = field(default_factory=list)
     _ids: list[torch.Tensor] = field(default_factory=list)
@@ -116,8 +112,7 @@ class Step:
         for collation, next_one in zip(self.collations, following, strict=True):
             batch = steps.prefetcher.batch(collation, next_one)
             self._batch = batch
-            self.computed_tokens += batch.inputs["input_ids"].numel()
-            launch.explain_failures(partial(steps.explain, batch))
+            launch.explain_failures(partial(memory.explain, batch, steps.recomputes))
             accelerator.sync_gradients = collation is self.collations[-1]
             with contextlib.ExitStack() as stack:
                 if not (accelerator.sync_gradients or steps.syncs_each_batch):
@@ -192,6 +187,8 @@ class Steps:
         self.syncs_each_batch = settings.sync_each_batch
         if settings.sync_each_batch is None:
             self.syncs_each_batch = accelerator.is_fsdp2
+        modules = model.modules()
+        self.recomputes = any(getattr(part, "gradient_checkpointing", False) for part in modules)
         self.checks = LoopChecks()
         self.checks.watch(model, optimizer)
         self.prefetcher = Prefetcher(accelerator.device)
@@ -217,24 +214,12 @@ class Steps:
         seed = self.settings.seed + other + 1_000_003 * self.done
         set_seed(seed % 2**31, device_specific=True)
 
-    def explain(self, batch: Batch, error: Exception) -> str | None:
-        """The line for a failure in a micro-batch; None for one that has no known cause."""
-        unused = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))  # DDP's
-        if unused:
-            items = unwrapped(self.model).named_parameters()
-            trained = [name for name, each in items if each.requires_grad]
-            names = listing([trained[int(place)] for place in unused[1].split()], 4)
-            return f"the loss does not use {names}: leave it out of the model, or freeze it"
-        modules = self.model.modules()
-        recomputes = any(getattr(part, "gradient_checkpointing", False) for part in modules)
-        return memory.explain(batch, recomputes, error)
-
     def __iter__(self) -> Iterator[Step]:
         """Yields the steps after `done`, with the order of samples by seed and epoch. Stop signals
         only set `stop_signal` meanwhile."""
         self.set_randomness()
-        device = self.accelerator.device
-        reset_peak_memory(device)  # exclude data, a teacher, and the search for a batch size
+        if self.accelerator.device.type == "cuda":  # without the search for a batch size
+            torch.cuda.reset_peak_memory_stats(self.accelerator.device)
         group = unwrapped_optimizer(self.optimizer).param_groups[0]
         with self.signals:
             remaining = self._remaining()
@@ -245,8 +230,6 @@ class Steps:
                 step.learning_rate = float(group["lr"])
                 self._updates = self.scheduler.scheduler.last_epoch
                 yield step
-                if step.evaluates:
-                    reset_peak_memory(device)
                 step = step.next_step
 
     def _remaining(self) -> Iterator[Step]:
@@ -313,7 +296,6 @@ class Steps:
             {
                 "loss_sum": [step.loss_sum for step in finished],
                 "grad_norm": [norm_tensor(step.grad_norm) for step in finished],
-                "computed_tokens": [step.computed_tokens for step in finished],
                 "peak_memory": [peak_memory_bytes(self.accelerator.device)],
                 "stop_signal": [self.signals.requested],
                 "seconds_per_step": [self._seconds_per_step],
@@ -328,22 +310,20 @@ class Steps:
         self._seconds_per_step = seconds / len(finished)
         samples = sum(len(step.indices) for step in finished)
         tokens = sum(step.tokens for step in finished)
+        loss_sums = gathered["loss_sum"].sum(0).tolist()
         lines = []
         for place, step in enumerate(finished):
-            loss_sum = math.fsum(gathered["loss_sum"][:, place].tolist())
-            computed = gathered["computed_tokens"][:, place].sum().item()
             lines.append(
                 StepMetrics(
                     step=step.number,
                     epoch=round(step.number / self.schedule.steps_per_epoch, 4),
-                    loss=loss_sum / step.loss_denominator,
+                    loss=loss_sums[place] / step.loss_denominator,
                     learning_rate=step.learning_rate,
                     grad_norm=gathered["grad_norm"][0, place].item(),
                     samples=len(step.indices),
                     tokens=step.tokens,
                     samples_per_second=round(samples / seconds, 2),
                     tokens_per_second=round(tokens / seconds, 1),
-                    padding=round(1 - step.tokens / computed, 4),
                     peak_memory_bytes=int(gathered["peak_memory"].max()),
                 )
             )

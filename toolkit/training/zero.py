@@ -4,8 +4,6 @@ fp32, one reduction of gradients in a step."""
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,13 +11,19 @@ from accelerate import Accelerator
 from accelerate.utils import DeepSpeedEngineWrapper
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 
-from toolkit.checkpoint.parameters import full_shape
 from toolkit.config import TrainingSettings
-from toolkit.errors import Faults, UserError
+from toolkit.errors import UserError
 from toolkit.launch import log_on_main
 from toolkit.training.precision import add_autocast, reduction_dtype
 from toolkit.training.schedule import Schedule
 from toolkit.utils.compat import require
+
+# What accelerate computes from `hidden_size` for a base model (768), for models without it
+_BUCKET_SIZES = {
+    "reduce_bucket_size": 589_824,
+    "stage3_prefetch_bucket_size": 530_841,
+    "stage3_param_persistence_threshold": 7_680,
+}
 
 
 def prepare_zero(
@@ -36,12 +40,19 @@ def prepare_zero(
     _refuse_unusable(config)
     _set_config(accelerator, settings, schedule, config)
     if not hasattr(getattr(model, "config", None), "hidden_size"):
-        _set_bucket_sizes(config["zero_optimization"], model)
+        zero = config["zero_optimization"]
+        zero.update(
+            {name: size for name, size in _BUCKET_SIZES.items() if zero.get(name) == "auto"}
+        )
     add_autocast(accelerator, model)
-    with _in_fp32(config, accelerator.mixed_precision), explain_config_errors():
-        model, optimizer = accelerator.prepare(model, optimizer)
+    precision = accelerator.mixed_precision
+    if precision != "no":
+        config[precision]["enabled"] = False  # an engine in fp32
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if precision != "no":
+        config[precision]["enabled"] = True  # accelerate reads the run's precision there
     engine = accelerator.deepspeed_engine_wrapped.engine
-    if accelerator.mixed_precision == "fp16":
+    if precision == "fp16":
         _add_loss_scaler(engine)
     if plugin.zero_stage > 1 and not settings.sync_each_batch:
         accelerator.deepspeed_engine_wrapped = ReduceOnce(engine)
@@ -49,18 +60,16 @@ def prepare_zero(
 
 
 def _refuse_unusable(config: dict[str, Any]) -> None:
-    faults = Faults()
-    zero = config["zero_optimization"]
-    for section in ("optimizer", "scheduler"):
-        if section in config:
-            faults.add(f'the DeepSpeed config has "{section}": remove it, the settings choose it')
-    for section in ("offload_optimizer", "offload_param"):
-        if (zero.get(section) or {}).get("device") == "nvme":
-            why = "a checkpoint would lack what is on NVMe"
-            faults.add(f'the DeepSpeed config has "{section}": nvme: write cpu or none: {why}')
+    zero, faults = config["zero_optimization"], []
+    if "optimizer" in config or "scheduler" in config:
+        faults.append('"optimizer" or "scheduler", which the settings choose: remove it')
+    devices = [zero.get(name) or {} for name in ("offload_optimizer", "offload_param")]
+    if any(device.get("device") == "nvme" for device in devices):
+        faults.append("nvme, whose content no checkpoint would have: write cpu or none")
     if zero.get("stage") == 0:
-        faults.add('the DeepSpeed config has "stage": 0: set it to 1, or launch with ddp.yaml')
-    faults.raise_if_any()
+        faults.append('"stage": 0: set it to 1, or launch with ddp.yaml')
+    if faults:
+        raise UserError(f"the DeepSpeed config has {', and '.join(faults)}")
 
 
 def _set_config(
@@ -89,51 +98,9 @@ def _set_config(
     # by default accelerate replaces any optimizer in host memory by DeepSpeed's Adam
     config.setdefault("zero_force_ds_cpu_optimizer", False)
     zero = config["zero_optimization"]
-    if zero.get("stage") == 3:  # for `accelerator.get_state_dict`
-        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    if zero.get("stage") == 3:
         # DeepSpeed's adds the bias to a product that is rounded to 16 bits
         zero["memory_efficient_linear"] = accelerator.mixed_precision == "no"
-
-
-def _set_bucket_sizes(zero: dict[str, Any], model: torch.nn.Module) -> None:
-    """Sets the sizes as accelerate does, with the model's largest width in place of a config's
-    `hidden_size`."""
-    shapes = [full_shape(parameter) for parameter in model.parameters()]
-    width = max((min(shape) for shape in shapes if len(shape) > 1), default=1)
-    sizes = {
-        "reduce_bucket_size": width * width,
-        "stage3_prefetch_bucket_size": int(0.9 * width * width),
-        "stage3_param_persistence_threshold": 10 * width,
-    }
-    zero.update({name: size for name, size in sizes.items() if zero.get(name) == "auto"})
-
-
-@contextlib.contextmanager
-def _in_fp32(config: dict[str, Any], precision: str) -> Iterator[None]:
-    """Within this context an engine is created in fp32; accelerate reads the precision of the run
-    from the same place."""
-    if precision == "no":
-        yield
-        return
-    config[precision]["enabled"] = False
-    try:
-        yield
-    finally:
-        config[precision]["enabled"] = True
-
-
-@contextlib.contextmanager
-def explain_config_errors() -> Iterator[None]:
-    """Raises UserError for a DeepSpeed config with an unknown key, a value of the wrong type or a
-    removed feature."""
-    try:
-        yield
-    except Exception as error:  # by name: DeepSpeed is imported only where it is used
-        if type(error).__name__ not in ("ValidationError", "DeepSpeedConfigError"):
-            raise
-        file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "the DeepSpeed config")
-        fault, *_ = " ".join(str(error).split()).split(" For further information")
-        raise UserError(f"{file}: DeepSpeed refuses it: {fault}") from error
 
 
 class ReduceOnce(DeepSpeedEngineWrapper):

@@ -21,7 +21,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tolerance", type=float, default=1e-5, help=tolerance)
     limit = "a run that has not ended after these seconds hangs [600]"
     add("--time_limit", type=float, default=600.0, metavar="SECONDS", help=limit)
-    folder = "folder of the runs and verify.json [runs/verify-RECIPE]"
+    folder = "new folder of the runs and verify.json [runs/verify-RECIPE-TIME]"
     add("--output_dir", metavar="FOLDER", help=folder)
 
 
