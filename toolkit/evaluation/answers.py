@@ -26,9 +26,6 @@ _SINGLE: ProblemType = "single_label_classification"
 class Answers:
     """How to load a saved model, run it, and turn its outputs into predictions and metrics."""
 
-    no_answer_reason = ""
-    """Why a prediction may be None."""
-
     def load(self, settings: ModelSettings) -> Any:
         """Loads the saved model. Raises UserError if it cannot be loaded."""
         raise NotImplementedError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,11 +43,10 @@ def _add_predict(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--shard",
-        type=_shard,
+        type=shard,
         metavar="3/64",
-        help="predict only this part of the file; other processes do the rest",
+        help="predict only this part of the file; without it, later, the rest, and join all",
     )
-    add("--join", action="store_true", help="write the output from the finished shards")
     _add_common(parser)
 
 
@@ -92,13 +90,13 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--per_device_batch_size",
-        type=_positive,
+        type=positive,
         default=64,
         metavar="SAMPLES",
         help="maximum texts of a batch [64]",
     )
     tokens = "maximum tokens of a batch, with padding [2048 on a CPU, 16384 on a GPU]"
-    add("--max_tokens_per_batch", type=_positive, metavar="TOKENS", help=tokens)
+    add("--max_tokens_per_batch", type=positive, metavar="TOKENS", help=tokens)
     add(
         "--mixed_precision",
         choices=("auto", "no", "bf16", "fp16"),
@@ -106,20 +104,19 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
-    return int(text)
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
 
 
-def _shard(text: str) -> tuple[int, int]:
+def shard(text: str) -> tuple[int, int]:
     """`3/64` -> (3, 64)."""
-    match = re.fullmatch(r"(\d+)/(\d+)", text)
-    if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise argparse.ArgumentTypeError(
-            f"{text}: write 3/64 for the third of 64 shards; the first is 1/64"
-        )
-    return int(match[1]), int(match[2])
+    number, count = map(int, text.split("/"))
+    if not 1 <= number <= count:
+        raise ValueError
+    return number, count
 
 
 class PredictFeature(Feature):
