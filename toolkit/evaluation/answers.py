@@ -102,12 +102,11 @@ class ClassAnswers(Answers):
             for numbers in outputs:
                 yield {"prediction": _decode_label(numbers, self.labels)}
             return
-        scores = self.adjust_logits(outputs)
-        for row, probabilities in enumerate(self.probabilities(outputs)):
-            yield {
-                "prediction": self._predict(scores[row], probabilities),
-                "probabilities": [round(float(probability), 6) for probability in probabilities],
-            }
+        probabilities = self.probabilities(outputs)
+        rounded = probabilities.astype(np.float64).round(6).tolist()
+        rows = zip(self.adjust_logits(outputs), probabilities, rounded, strict=True)
+        for scores, exact, numbers in rows:
+            yield {"prediction": self._predict(scores, exact), "probabilities": numbers}
 
     def _predict(self, scores: np.ndarray, probabilities: np.ndarray) -> Any:
         """From (C,) scores and probabilities."""

@@ -25,12 +25,11 @@ from toolkit.data.tokens import Split
 from toolkit.data.write import output_format, write_rows
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.answers import DECISIONS, ClassAnswers
-from toolkit.evaluation.saved_model import empty_rows, empty_text_warning
+from toolkit.evaluation.saved_model import empty_rows
 from toolkit.features.predict.columns import columns_of
 from toolkit.features.predict.job import Job, sibling
 from toolkit.features.predict.parts import Parts
 from toolkit.utils.files import replace_file
-from toolkit.utils.log import logger
 
 WINDOW_ROWS = 65536
 WINDOW_BYTES = 64 << 20
@@ -66,12 +65,10 @@ def predict_file(options: Any) -> None:
     if remaining:
         job.load_model()
         _compute(job, parts, finished)
-    if not job.accelerator.is_main_process:
-        return
     if options.shard:
         then = "when all shards are, the same command without --shard joins them"
-        logger.info(f"shard {options.shard[0]}/{options.shard[1]} is done; {then}")
-    else:
+        job.log(f"shard {options.shard[0]}/{options.shard[1]} is done; {then}")
+    elif job.accelerator.is_main_process:
         _join(job, parts)
 
 
@@ -174,15 +171,12 @@ def _compute(job: Job, parts: Parts, finished: dict[str, int]) -> None:
             columns = _columns(job, outputs)
             parts.write(window.part, columns)
             unanswered += columns.get("prediction", []).count(None)
-    if not job.accelerator.is_main_process:
-        return
-    if empty:
-        logger.warning(empty_text_warning(empty, rows))
+    job.warn_of_empty(empty, rows)
     if unanswered:
         reason = f"abstain_below in the model's {DECISIONS}"
-        logger.warning(f"{unanswered} of {rows} rows have no answer: {reason}")
+        job.log(f"{unanswered} of {rows} rows have no answer: {reason}")
     seconds = max(time.monotonic() - started, 1e-9)
-    logger.info(f"{rows} rows in {seconds:.1f} s ({rows / seconds:.0f} a second)")
+    job.log(f"{rows} rows in {seconds:.1f} s ({rows / seconds:.0f} a second)")
 
 
 def _tokenized(
@@ -231,7 +225,7 @@ def _join(job: Job, parts: Parts) -> None:
     with parts.writing(), replace_file(output) as draft:
         write_rows(draft, output, _joined(job, parts), encoding, quoting)
     parts.remove()
-    logger.info(f"{len(job.table)} rows: {output}")
+    job.log(f"{len(job.table)} rows: {output}")
 
 
 def _joined(job: Job, parts: Parts) -> Iterator[Any]:

@@ -17,7 +17,6 @@ from toolkit.evaluation.saved_model import (
     SavedModel,
     choose_labels,
     empty_rows,
-    empty_text_warning,
 )
 from toolkit.features.predict.job import Job, sibling
 from toolkit.launch.precision import autocast
@@ -27,7 +26,6 @@ from toolkit.report.html import write_report
 from toolkit.report.summary import class_lines
 from toolkit.utils.features import features
 from toolkit.utils.files import explain_write_errors, replace_folder
-from toolkit.utils.log import logger
 
 
 def evaluate_file(options: Any) -> None:
@@ -47,12 +45,11 @@ def evaluate_file(options: Any) -> None:
         raise UserError(f"{options.model} is no classifier: {remedy}")
     labels = choose_labels(options.model, table, options.label_column, saved.answers.labels)
     answers = replace(saved.answers, labels=labels)
-    columns = (
-        f"the text from {' and '.join(job.columns)}, the label from {', '.join(labels.columns)}"
-    )
-    job.log(f"reading {columns}")
+    text_columns, label_columns = " and ".join(job.columns), ", ".join(labels.columns)
+    job.log(f"reading the text from {text_columns}, the label from {label_columns}")
     encoded = labels.encode(table)
     texts = saved.read_texts(table, job.columns)
+    job.warn_of_empty(empty_rows(texts), len(encoded))
     job.load_model()
     identity = json.dumps(job.facts)
     split = replace(saved.tokenize(texts, identity), name=name, labels=encoded)
@@ -60,9 +57,6 @@ def evaluate_file(options: Any) -> None:
     saved.remove_tokens(identity)
     if not job.accelerator.is_main_process:
         return
-    empty = empty_rows(texts)
-    if empty:
-        logger.warning(empty_text_warning(empty, len(split)))
     with explain_write_errors(out), replace_folder(out) as folder:
         lines = _write_folder(job, folder, evaluation, answers)
         rows = list(map(join_pair, *texts)) if len(texts) > 1 else texts[0]

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from toolkit import __version__, launch
 from toolkit.config import TextSettings
 from toolkit.data.read import format_of, read_file
-from toolkit.evaluation.saved_model import SavedModel, choose_columns, training_quoting
+from toolkit.evaluation.saved_model import (
+    SavedModel,
+    choose_columns,
+    empty_text_warning,
+    training_quoting,
+)
 from toolkit.pretrained import model_digest
 
 
@@ -47,6 +53,11 @@ class Job:
     def load_model(self) -> None:
         sizes = (self.options.per_device_batch_size, self.options.max_tokens_per_batch)
         self.saved.load(self.accelerator, self.max_length, *sizes)
+
+    def warn_of_empty(self, rows: Sequence[int], count: int) -> None:
+        """`rows`: the `empty_rows` of `count`."""
+        if rows:
+            self.log(empty_text_warning(rows, count))
 
     def log(self, line: str) -> None:
         """Prints a line, on one process."""
