@@ -24,9 +24,9 @@ from toolkit.data.text_files import DELIMITERS, has_utf8_mark
 from toolkit.data.tokens import Split
 from toolkit.data.write import output_format, write_rows
 from toolkit.errors import UserError, listing
-from toolkit.evaluation.answers import DECISIONS, ClassAnswers
+from toolkit.evaluation.answers import DECISIONS
 from toolkit.evaluation.saved_model import empty_rows
-from toolkit.features.predict.columns import columns_of
+from toolkit.features.predict.columns import columns_of, new_columns
 from toolkit.features.predict.job import Job, sibling
 from toolkit.features.predict.parts import Parts
 from toolkit.utils.files import replace_file
@@ -49,22 +49,26 @@ def predict_file(options: Any) -> None:
         raise UserError("toolkit predict needs a FILE or --text, one of them")
     if options.text:
         _print_answers(options)
-        return
+    else:
+        _predict_rows(options)
+
+
+def _predict_rows(options: Any) -> None:
     output = _choose_output(options)
     job = Job(options)
-    _refuse_existing_columns(job)
+    names = new_columns(job.table, job.saved.answers, options.probabilities == "all")
     parts = Parts(output, {**job.facts, "probabilities": options.probabilities})
     finished: dict[str, int] = {}
     if job.accelerator.is_main_process:
         finished = parts.open(options.overwrite)
     finished = broadcast_object_list([finished])[0]
-    names = f"{' and '.join(job.columns)} of the columns {listing(job.table.rows.column_names)}"
-    job.log(f"reading {names}, at most {job.max_length} tokens of each text")
+    columns = f"{' and '.join(job.columns)} of the columns {listing(job.table.rows.column_names)}"
+    job.log(f"reading {columns}, at most {job.max_length} tokens of each text")
     remaining = len(job.table) - sum(finished.values())
     job.log(f"{remaining} of {len(job.table)} rows remain; finished parts are in {parts.folder}")
     if remaining:
         job.load_model()
-        _compute(job, parts, finished)
+        _compute(job, parts, finished, names)
     if options.shard:
         then = "when all shards are, the same command without --shard joins them"
         job.log(f"shard {options.shard[0]}/{options.shard[1]} is done; {then}")
@@ -100,21 +104,6 @@ def _choose_output(options: Any) -> Path:
     if output.exists() and not options.overwrite:
         raise UserError(f"{output} exists: name another with --output, or pass --overwrite")
     return output
-
-
-def _refuse_existing_columns(job: Job) -> None:
-    """Raises UserError if the file has a column that the predictions would get."""
-    outputs: Any = []
-    if isinstance(job.saved.answers, ClassAnswers):
-        outputs = np.zeros((0, job.saved.answers.labels.size), np.float32)
-    names = set(_columns(job, outputs)).intersection(job.table.rows.column_names)
-    if names:
-        remedy = "rename it, nothing is overwritten"
-        raise UserError(f"{job.table.name} already has a column {listing(names)}: {remedy}")
-
-
-def _columns(job: Job, outputs: Any) -> dict[str, list[Any]]:
-    return columns_of(job.saved.answers, outputs, job.options.probabilities == "all")
 
 
 # --- windows of rows
@@ -155,9 +144,9 @@ def windows_of(table: Table) -> Iterator[Window]:
 # --- computing
 
 
-def _compute(job: Job, parts: Parts, finished: dict[str, int]) -> None:
+def _compute(job: Job, parts: Parts, finished: dict[str, int], names: list[str]) -> None:
     """Computes the windows of this shard whose parts are missing. One is tokenized while the one
-    before it is computed."""
+    before it is computed. `names`: of the columns of predictions."""
     started = time.monotonic()
     rows = 0
     empty: list[int] = []
@@ -168,7 +157,7 @@ def _compute(job: Job, parts: Parts, finished: dict[str, int]) -> None:
         rows += len(split)
         empty += [window.start + row for row in empty_rows(texts)]
         if outputs is not None:
-            columns = _columns(job, outputs)
+            columns = columns_of(job.saved.answers, outputs, names)
             parts.write(window.part, columns)
             unanswered += columns.get("prediction", []).count(None)
     job.warn_of_empty(empty, rows)
