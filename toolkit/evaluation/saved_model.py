@@ -21,7 +21,6 @@ from toolkit.data.prepare import split_of_texts
 from toolkit.data.read import format_of
 from toolkit.data.table import Table
 from toolkit.data.tokens import Split, choose_max_length, load_tokenizer, separator_of
-from toolkit.errors import listing
 from toolkit.evaluation.answers import Answers, answers_for
 from toolkit.evaluation.outputs import BatchSizes
 from toolkit.launch import log_on_main
@@ -102,18 +101,6 @@ def choose_labels(name: str, table: Table, column: str | None, labels: Labels) -
         return labels
     values = tuple(trained.get("label_values", ()))
     return replace(labels, values=values, separator=trained.get("label_separator"))
-
-
-def empty_rows(columns: Sequence[Sequence[str]]) -> list[int]:
-    """The rows (from 0) whose text, or one text of a pair, is empty."""
-    rows = enumerate(zip(*columns, strict=True))
-    return [row for row, texts in rows if not all(map(str.strip, texts))]
-
-
-def empty_text_warning(rows: Sequence[int], count: int) -> str:
-    """A warning about the `empty_rows` of `count`."""
-    where = listing(row + 1 for row in rows)
-    return f"{len(rows)} of {count} rows have an empty text (rows {where}): meaningless predictions"
 
 
 class SavedModel:

@@ -25,9 +25,8 @@ from toolkit.data.tokens import Split
 from toolkit.data.write import output_format, write_rows
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.answers import DECISIONS
-from toolkit.evaluation.saved_model import empty_rows
 from toolkit.features.predict.columns import columns_of, new_columns
-from toolkit.features.predict.job import Job, sibling
+from toolkit.features.predict.job import Job, empty_rows, sibling
 from toolkit.features.predict.parts import Parts
 from toolkit.utils.files import replace_file
 
@@ -178,8 +177,8 @@ def _tokenized(
     for place, window in enumerate(windows_of(job.table)):
         if place % shards != number - 1 or window.part in finished:
             continue
-        rows = datasets.Dataset(window.rows, fingerprint="rows")
-        texts = job.saved.read_texts(replace(job.table, source=rows), job.columns)
+        rows = Table(datasets.Dataset(window.rows, fingerprint="rows"), job.table.name, "")
+        texts = job.saved.read_texts(rows, job.columns)
         split = job.saved.tokenize(texts, _identity(job, window))
         ids = window.start + np.arange(len(split))
         name = f"rows {ids[0] + 1} to {ids[-1] + 1} of {len(job.table)}"

@@ -13,12 +13,8 @@ from toolkit.data.tokens import Split, join_pair
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation, Outputs, classification_metrics
 from toolkit.evaluation.answers import ClassAnswers
-from toolkit.evaluation.saved_model import (
-    SavedModel,
-    choose_labels,
-    empty_rows,
-)
-from toolkit.features.predict.job import Job, sibling
+from toolkit.evaluation.saved_model import SavedModel, choose_labels
+from toolkit.features.predict.job import Job, empty_rows, sibling
 from toolkit.launch.precision import autocast
 from toolkit.objective.losses import sample_losses
 from toolkit.report.files import RunFiles

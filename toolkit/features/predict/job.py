@@ -9,12 +9,8 @@ from typing import Any
 from toolkit import __version__, launch
 from toolkit.config import TextSettings
 from toolkit.data.read import format_of, read_file
-from toolkit.evaluation.saved_model import (
-    SavedModel,
-    choose_columns,
-    empty_text_warning,
-    training_quoting,
-)
+from toolkit.errors import listing
+from toolkit.evaluation.saved_model import SavedModel, choose_columns, training_quoting
 from toolkit.pretrained import model_digest
 
 
@@ -57,11 +53,18 @@ class Job:
     def warn_of_empty(self, rows: Sequence[int], count: int) -> None:
         """`rows`: the `empty_rows` of `count`."""
         if rows:
-            self.log(empty_text_warning(rows, count))
+            where = listing(row + 1 for row in rows)
+            self.log(f"{len(rows)} of {count} rows have an empty text (rows {where})")
 
     def log(self, line: str) -> None:
         """Prints a line, on one process."""
         launch.log_on_main(self.accelerator, line)
+
+
+def empty_rows(columns: Sequence[Sequence[str]]) -> list[int]:
+    """The rows (from 0) whose text, or one text of a pair, is empty."""
+    rows = enumerate(zip(*columns, strict=True))
+    return [row for row, texts in rows if not all(map(str.strip, texts))]
 
 
 def sibling(source: Path, ending: str) -> Path:
