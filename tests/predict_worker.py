@@ -1,5 +1,5 @@
 """`toolkit predict` with windows of 16 rows, in a group of processes (tests/jobs_worker.py), or as a script, which
-prints the first row of each part that it writes, and sends itself a signal after the part that begins at KILLED_AT."""
+prints the name of each part that it writes, and sends itself a signal after the part KILLED_AT."""
 
 import os
 import signal
@@ -21,10 +21,10 @@ def main() -> None:
 
 
 class _Killed(Parts):
-    def write(self, start: int, *part: Any) -> None:
-        super().write(start, *part)
-        print(start, flush=True)
-        if os.environ.get("KILLED_AT") == str(start):
+    def write(self, name: str, *columns: Any) -> None:
+        super().write(name, *columns)
+        print(name, flush=True)
+        if os.environ.get("KILLED_AT") == name:
             os.kill(os.getpid(), int(os.environ.get("KILLED_BY", signal.SIGKILL)))
 
 

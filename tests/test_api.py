@@ -14,6 +14,7 @@ import pytest
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import toolkit
+from tests.evaluation.columns import save_columns
 from tests.faults import refusal
 from tests.report.made import classifier
 from tests.runs import ROOT, free_port, lines_of, losses_of, recipe, start
@@ -130,8 +131,7 @@ def test_anything_but_texts_is_refused(model: Path, tiny_model: Path, no_launche
                        ([("good", "bad", "dull")], 1), ([("good", None)], 1), ([3.5], 1),
                        (pd.Series(["good", float("nan")]), 2), (datasets.Dataset.from_pandas(frame), 1)):  # fmt: skip
         refusal(toolkit.predict, model, wrong, says=[f"texts, row {row}: ", "a list of str"])
-    parts = {"settings": {}, "data": {"text_pair": "reply"}, "identity": {}, "launch": {}}
-    (model.parent / "config.json").write_text(json.dumps(parts))
+    save_columns(model, text_pair="reply")
     refusal(toolkit.predict, model, ["good"], says=["reply", "(str, str)"])
     assert len(toolkit.predict(model, [("good", "bad")])) == 1
-    (model.parent / "config.json").unlink()
+    save_columns(model)

@@ -3,7 +3,6 @@ docs/api.md lists all that `import toolkit` offers."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from toolkit import launch
 from toolkit.config import build, tasks
 from toolkit.errors import UserError, did_you_mean
-from toolkit.evaluation.saved_model import SavedModel, empty_text_warning, training_run
+from toolkit.evaluation.saved_model import SavedModel, training_columns
 
 
 def settings(task: str = "cls", **values: Any) -> Any:
@@ -24,23 +23,23 @@ def settings(task: str = "cls", **values: Any) -> Any:
     return build(classes[task], values)
 
 
-def predict(model: str | Path, texts: Any, **sizes: int) -> list[dict[str, Any]]:
+def predict(model: str | Path, texts: Any, **sizes: Any) -> list[dict[str, Any]]:
     """A saved model's answers to texts, in order: `prediction`, and `probabilities` in the order of
     its classes. A title model's `prediction` is a title. The model's decisions.json, if any, sets
     thresholds, a temperature and when it abstains (None).
 
     `texts`: a sequence of str (a list, a pandas Series, a numpy array, a column of a DataFrame or
-    of `datasets`), or of (str, str) pairs; empty texts cause a warning. `sizes`:
-    `per_device_batch_size`, `max_tokens`, as for `toolkit predict`. All processes call this; only
-    the main one gets the answers, the others an empty list. Raises UserError for a model that
-    cannot be loaded, and for anything but texts."""
+    of `datasets`), or of (str, str) pairs. `sizes`:
+    `per_device_batch_size`, `max_tokens`, `max_length`, and `mixed_precision`, as for `toolkit
+    predict`. All processes call this; only the main one gets the answers, the others an empty list.
+    Raises UserError for a model that cannot be loaded, and for anything but texts."""
     saved, outputs = _outputs(model, _columns(texts), **sizes)
     if outputs is None:
         return []
     return list(saved.answers.answers(outputs))
 
 
-def evaluate(model: str | Path, texts: Any, truth: Sequence[Any], **sizes: int) -> dict[str, Any]:
+def evaluate(model: str | Path, texts: Any, truth: Sequence[Any], **sizes: Any) -> dict[str, Any]:
     """The metrics of eval.jsonl, without the loss, of a saved model on texts and their labels:
     class names, lists of them (multi-label), numbers, or titles. Otherwise as `predict`. Raises
     UserError, too, if the numbers of texts and labels differ, or are 0."""
@@ -59,25 +58,23 @@ def _outputs(
     columns: Sequence[list[str]],
     per_device_batch_size: int = 64,
     max_tokens: int | None = None,
+    max_length: int | None = None,
+    mixed_precision: str | None = None,
 ) -> tuple[SavedModel, Any]:
     """The model and its outputs: None without texts, and on all processes but the main one."""
     saved = SavedModel(str(model))
     pairs = len(columns) > 1
     if not columns[0]:
         return saved, None
-    column = training_run(str(model))["data"].get("text_pair")
+    column = training_columns(str(model)).get("text_pair")
     if column and not pairs:
-        remedy = "pass a list of (str, str) pairs"
-        raise UserError(f"{model} reads pairs (--text_pair {column}): {remedy}")
-    accelerator = launch.make_accelerator()
-    rows = enumerate(zip(*columns, strict=True))
-    empty = [number for number, texts in rows if not all(text.strip() for text in texts)]
-    if empty and accelerator.is_main_process:
-        warnings.warn(empty_text_warning(empty, len(columns[0])), stacklevel=3)
-    length = saved.choose_max_length(None, pairs)
+        raise UserError(
+            f"{model} reads pairs (--text_pair {column}): pass a list of (str, str) pairs"
+        )
+    accelerator = launch.make_accelerator(mixed_precision)
+    length = saved.choose_max_length(max_length, pairs)
     saved.load(accelerator, length, per_device_batch_size, max_tokens)
-    split = saved.tokenize(columns[0], columns[1] if pairs else None)
-    return saved, saved.compute_outputs(split)
+    return saved, saved.compute_outputs(saved.tokenize(columns))
 
 
 def _columns(texts: Any) -> tuple[list[str], ...]:

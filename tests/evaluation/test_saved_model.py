@@ -1,14 +1,14 @@
 """toolkit/evaluation/saved_model.py: the tokens that several processes share, the device and the precision."""
 
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import datasets
 import numpy as np
-from transformers import AutoTokenizer, PretrainedConfig
+from transformers import PretrainedConfig
 
+from tests.evaluation.columns import save_columns
 from tests.faults import refusal
 from toolkit.config import TaskSettings, build
 from toolkit.data.table import Table
@@ -17,8 +17,8 @@ from toolkit.evaluation.answers import ClassAnswers, labels_of
 from toolkit.evaluation.saved_model import (
     SavedModel,
     choose_columns,
+    training_columns,
     training_quoting,
-    training_run,
 )
 from toolkit.pretrained import load_plain_tokenizer
 from toolkit.run import Run
@@ -26,24 +26,20 @@ from toolkit.run import Run
 TEXTS = ["GOOD film", "the very bad book", "很好 的 书店"]
 
 
-def test_models_share_no_tokens_of_the_same_texts(
-    tiny_model: Path, tmp_path: Path, toolkit_cache: Path
+def test_processes_share_tokens_which_are_then_removed(
+    tiny_model: Path, toolkit_cache: Path
 ) -> None:
-    """A killed process leaves them in the cache, where an evaluation of the same file by another model must not read
-    them."""
-    cased = shutil.copytree(tiny_model, tmp_path / "cased")
-    AutoTokenizer.from_pretrained(tiny_model, do_lower_case=False).save_pretrained(cased)
-    shared = set()
-    for name, max_length in ((tiny_model, 20), (cased, 20), (tiny_model, 4), (tiny_model, 20)):
-        saved: Any = SavedModel(str(name))
-        saved.accelerator, saved.max_length = SimpleNamespace(num_processes=2), max_length
-        split = saved.tokenize(TEXTS, facts="the file")
-        assert (
-            split.input_ids.tolist()
-            == encode_texts(saved.tokenizer, TEXTS, max_length)["input_ids"].tolist()
-        )
-        shared.add(split.folder)
-    assert len(shared) == 3
+    saved: Any = SavedModel(str(tiny_model))
+    saved.accelerator = SimpleNamespace(num_processes=2, is_local_main_process=True)
+    saved.max_length = 20
+    splits = [saved.tokenize([TEXTS], "the file") for _ in range(2)]
+    expected = encode_texts(saved.tokenizer, TEXTS, 20)["input_ids"].tolist()
+    for split in splits:
+        assert split.folder == splits[0].folder
+        assert split.input_ids.tolist() == expected
+    saved.remove_tokens("the file")
+    saved.remove_tokens("the file")
+    assert not list((toolkit_cache / "tokens").glob("*"))
 
 
 def test_a_model_outside_of_its_run(
@@ -75,20 +71,17 @@ def test_a_model_outside_of_its_run(
         "none",
         "csv",
     ]
-    assert training_run(str(tmp_path / "twice"))["data"] == expected
+    assert training_columns(str(tmp_path / "twice")) == expected
     table = Table(datasets.Dataset.from_dict({"text": ["a"], "more": ["b"]}), "f.csv", "")
-    assert choose_columns(str(tmp_path / "twice"), table, None, None) == ("text", "more")
+    assert choose_columns(str(tmp_path / "twice"), table, None, None) == ["text", "more"]
 
 
 def test_a_file_with_a_part_of_the_trained_columns(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "config.json").write_text(
-        '{"settings": {}, "data": {"text_column": "title,content"}, "identity": {}, "launch": {}}'
-    )
-    model = str(tmp_path / "model")
+    save_columns(tmp_path, text_column="title,content")
+    model = str(tmp_path)
     table = Table(datasets.Dataset.from_dict({"content": ["a"]}), "f.csv", "")
     refusal(choose_columns, model, table, None, None, says=["no column 'title'", "--text_column"])
-    assert choose_columns(model, table, "content", None) == ("content", None)
+    assert choose_columns(model, table, "content", None) == ["content"]
 
 
 def test_a_model_with_one_output_and_no_type_predicts_a_number() -> None:

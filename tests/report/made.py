@@ -12,10 +12,9 @@ from toolkit.data.labels import Labels
 from toolkit.evaluation import Evaluation
 
 TITLES = {"loss": 2.5, "rouge1": 0.41, "rouge2": 0.2, "rougeL": 0.35, "rouge_segmenter": "jieba"}
-STATE = {"accuracy": 0.75, "ece": 0.2, "brier": 0.3, "bins": [[30, 0.4, 0.3], [30, 0.9, 0.7]]}
+STATE = {"accuracy": 0.75, "ece": 0.2, "brier": 0.3}
 DECISIONS = {"temperature": 1.5, "thresholds": {}, "abstain_below": 0.6, "answered": 10, "accuracy_of_answered": 0.9,
-             "before": STATE, "after": STATE | {"ece": 0.1, "bins": [[60, 0.7, 0.6]]},
-             "coverage": [[1.0, 0.6, 0.3], [0.5, 0.9, 0.7]]}  # fmt: skip
+             "before": STATE, "after": STATE | {"ece": 0.1}}  # fmt: skip
 SETTINGS = {"model_name_or_path": "demo:minilm", "dataset_name": None, "train_file": "数据/train<1>.csv",
             "global_batch_size": 32, "max_grad_norm": 1.0, "learning_rate": 5e-5}  # fmt: skip
 

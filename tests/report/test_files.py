@@ -31,7 +31,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "predictions.jsonl": lambda run: RunFiles(MAIN, run).write_predictions(EVALUATION),
     "report.html": write_report_of_folder,
     "README.md": lambda run: write_card(run, run, last_evaluation(run)),
-    "out.csv": lambda run: Parts(run / "out.csv", {}).write(0, {"text": ["x" * 90] * 99}),
+    "out.csv": lambda run: Parts(run / "out.csv", {}).write("part", {"text": ["x" * 90] * 99}),
 }
 
 

@@ -26,9 +26,6 @@ _SINGLE: ProblemType = "single_label_classification"
 class Answers:
     """How to load a saved model, run it, and turn its outputs into predictions and metrics."""
 
-    no_answer_reason = ""
-    """Why a prediction may be None."""
-
     def load(self, settings: ModelSettings) -> Any:
         """Loads the saved model. Raises UserError if it cannot be loaded."""
         raise NotImplementedError
@@ -105,12 +102,11 @@ class ClassAnswers(Answers):
             for numbers in outputs:
                 yield {"prediction": _decode_label(numbers, self.labels)}
             return
-        scores = self.adjust_logits(outputs)
-        for row, probabilities in enumerate(self.probabilities(outputs)):
-            yield {
-                "prediction": self._predict(scores[row], probabilities),
-                "probabilities": [round(float(probability), 6) for probability in probabilities],
-            }
+        probabilities = self.probabilities(outputs)
+        rounded = probabilities.astype(np.float64).round(6).tolist()
+        rows = zip(self.adjust_logits(outputs), probabilities, rounded, strict=True)
+        for scores, exact, numbers in rows:
+            yield {"prediction": self._predict(scores, exact), "probabilities": numbers}
 
     def _predict(self, scores: np.ndarray, probabilities: np.ndarray) -> Any:
         """From (C,) scores and probabilities."""

@@ -1,4 +1,4 @@
-"""A saved model, loaded for prediction."""
+"""A saved model, loaded for prediction; which columns of a file it reads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,97 +20,87 @@ from toolkit.data.labels import USUAL, Labels
 from toolkit.data.prepare import split_of_texts
 from toolkit.data.read import format_of
 from toolkit.data.table import Table
-from toolkit.data.tokens import Split, choose_max_length, fingerprint, load_tokenizer, separator_of
-from toolkit.errors import listing
+from toolkit.data.tokens import Split, choose_max_length, load_tokenizer, separator_of
 from toolkit.evaluation.answers import Answers, answers_for
-from toolkit.evaluation.outputs import ReportProgress
+from toolkit.evaluation.outputs import BatchSizes
 from toolkit.launch import log_on_main
 from toolkit.launch.precision import autocast
 from toolkit.pretrained import load_config
 from toolkit.utils.cache import digest_of_text
+from toolkit.utils.files import cache_folder
 
 COLUMNS = "training_columns"
 """The key in tokenizer_config.json, which transformers saves and does not interpret: the columns of
-the training file, for a model that is no longer in its run's folder."""
-_PARTS = ("settings", "data", "identity", "launch")
+the training file. A copied, converted or exported model has them, too."""
 
 
 def training_run(name: str) -> dict[str, Any]:
-    """`settings`, `data`, `identity` and `launch` in config.json of the run that trained this
-    model. Without it (an exported, converted or copied model, or one from the hub) `data` has the
-    columns alone, and the others are empty."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    """config.json of the run in whose folder this model is; its `settings`, `data` and `launch` are
+    empty if there is none."""
+    with contextlib.suppress(OSError, ValueError):
         # strict: a hub name must not count as a folder next to some run's config.json
         file = Path(name).resolve(strict=True).parent / "config.json"
         run = json.loads(file.read_text(encoding="utf-8"))
-        return {part: dict(run[part]) for part in _PARTS}
-    return {"settings": {}, "data": _saved_columns(name), "identity": {}, "launch": {}}
+        if "settings" in run and "data" in run:
+            return dict(run)
+    return {"settings": {}, "data": {}, "launch": {}}
 
 
-def _saved_columns(name: str) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        file = cached_file(
-            name,
-            "tokenizer_config.json",
-            local_files_only=True,
-            _raise_exceptions_for_missing_entries=False,
-        )
-        return dict(json.loads(Path(str(file)).read_text(encoding="utf-8"))[COLUMNS])
+def training_columns(name: str) -> dict[str, Any]:
+    """`text_column`, `text_pair`, `label_columns` and how their cells are read, in the file that
+    the model was trained on; {} if it was not trained by a recipe."""
+    with contextlib.suppress(OSError, ValueError):
+        file = cached_file(name, "tokenizer_config.json", local_files_only=True)
+        config = json.loads(Path(str(file)).read_text(encoding="utf-8"))
+        return dict(config.get(COLUMNS, {}))
     return {}
 
 
 def training_quoting(name: str, file: str) -> Literal["csv", "none"]:
     """The `--quoting` that the model was trained with, if the training file has the format of
     `file`: with another the texts would silently differ in their double quotes."""
-    run = training_run(name)
-    settings = run["settings"] or run["data"]
-    formats = Path(str(settings.get("train_file")).lower()).suffixes
-    if format_of(Path(file)) in formats and settings.get("quoting") == "none":
+    trained = training_columns(name)
+    formats = Path(trained.get("train_file", "").lower()).suffixes
+    if format_of(Path(file)) in formats and trained.get("quoting") == "none":
         return "none"
     return "csv"
 
 
 def choose_columns(
     name: str, table: Table, text: str | None, pair: str | None, label: str | None = None
-) -> tuple[str, str | None]:
-    """The columns of texts and of second texts: `text` and `pair`, or else those that the model was
-    trained on; for texts one that is neither `label` nor usual for labels. Raises UserError if one
-    is missing or unclear."""
-    run = training_run(name)["data"]
-    pair = pair or run.get("text_pair")
-    trained = str(run.get("text_column") or "")
+) -> list[str]:
+    """The column of texts, and that of second texts if there is one: `text` and `pair`, or else
+    those that the model was trained on; for texts one that is neither `label` nor usual for labels.
+    Raises UserError if one is missing or unclear."""
+    trained = training_columns(name)
+    pair = pair or trained.get("text_pair")
+    trained_text = trained.get("text_column", "")
     # a missing one is an error below
-    if not text and set(table.columns_of(trained)) & set(table.rows.column_names):
-        text = trained
+    if not text and set(table.columns_of(trained_text)) & set(table.rows.column_names):
+        text = trained_text
     others = [*table.find_columns(label, USUAL, "label_column"), pair]
-    column = table.text_column(text, others)
-    return column, table.pair_column(pair, column)
+    text = table.text_column(text, others)
+    pair = table.pair_column(pair, text)
+    if pair:
+        return [text, pair]
+    return [text]
 
 
-def choose_labels(name: str, table: Table, column: str | None, labels: Labels) -> Labels | None:
-    """The model's labels with their columns and format in this file, by default as in training;
-    None if it has no label column. Raises UserError."""
-    run = training_run(name)["data"]
-    trained = run.get("label_columns", [])
-    if not column and set(trained) <= set(table.rows.column_names):
-        column = ",".join(trained) or None
+def choose_labels(name: str, table: Table, column: str | None, labels: Labels) -> Labels:
+    """The model's labels with their columns and format in this file, by default as in training.
+    Raises UserError if it has no label column."""
+    trained = training_columns(name)
+    columns = trained.get("label_columns", [])
+    if not column and set(columns) <= set(table.rows.column_names):
+        column = ",".join(columns) or None
     columns = table.find_columns(column, USUAL, "label_column")
     if not columns:
-        return None
+        raise table.ambiguous_column("label", "label_column", table.rows.column_names)
     labels = labels.in_columns(table, columns)
     if len(columns) > 1:
         return labels
-    values = tuple(run.get("label_values", ()))
-    return replace(labels, values=values, separator=run.get("label_separator"))
-
-
-def empty_text_warning(rows: Sequence[int], count: int) -> str:
-    """A warning about `rows` (from 0) of `count`, whose text, or one text of a pair, is empty; ""
-    without rows."""
-    if not rows:
-        return ""
-    where = listing(row + 1 for row in rows)
-    return f"{len(rows)} of {count} rows have an empty text (rows {where}): meaningless predictions"
+    values = tuple(trained.get("label_values", ()))
+    return replace(labels, values=values, separator=trained.get("label_separator"))
 
 
 class SavedModel:
@@ -122,8 +112,6 @@ class SavedModel:
         self.config = load_config(self.settings)
         self.tokenizer = load_tokenizer(self.settings)
         self.answers: Answers = answers_for(name, self.config)
-        self._shared: set[Path] = set()
-        """Cache folders that `tokenize` has filled for all ranks."""
 
     def choose_max_length(self, max_length: int | None, pairs: bool = False) -> int:
         """Tokens per text. Raises UserError if the model cannot read so many."""
@@ -148,41 +136,35 @@ class SavedModel:
         self.accelerator = accelerator
         self.config = model.config
         self.max_length = max_length
-        self._sizes = (per_device_batch_size, max_tokens or default_tokens_per_batch(device, 16384))
+        max_tokens = max_tokens or default_tokens_per_batch(device, 16384)
+        self.sizes = BatchSizes(per_device_batch_size, max_tokens)
         self.model = accelerator.prepare_model(model, evaluation_mode=True)
 
-    @cached_property
-    def _fingerprint(self) -> str:
-        return f"{fingerprint(self.tokenizer)} {self.tokenizer.model_input_names}"
+    def read_texts(self, table: Table, columns: Sequence[str]) -> list[list[str]]:
+        """The texts of each column."""
+        blocks = table.text_blocks(columns, separator_of(self.tokenizer))
+        return [list(chain.from_iterable(parts)) for parts in zip(*blocks, strict=True)]
 
-    def read_texts(self, table: Table, column: str) -> list[str]:
-        blocks = table.text_blocks([column], separator_of(self.tokenizer))
-        return [text for (texts,) in blocks for text in texts]
-
-    def tokenize(
-        self, texts: Sequence[str], pairs: Sequence[str] | None = None, facts: str | None = None
-    ) -> Split:
-        """`facts` identify these texts in the cache, so that several processes share the
-        tokenizing."""
+    def tokenize(self, columns: Sequence[Sequence[str]], identity: str | None = None) -> Split:
+        """Texts, or first and second texts, as a split. With `identity`, a description of these
+        texts, the model and `max_length`, one of several processes tokenizes for all of its
+        machine, into the cache; the caller ends with `remove_tokens`."""
         shared_as = None
-        if facts and self.accelerator.num_processes > 1:
-            shared_as = digest_of_text(f"{facts} {self.max_length} {self._fingerprint}")
-        split = split_of_texts(
-            "texts", self.tokenizer, self.config, self.max_length, texts, pairs, shared_as
+        if identity and self.accelerator.num_processes > 1:
+            shared_as = digest_of_text(identity)
+        return split_of_texts(
+            "texts", self.tokenizer, self.config, self.max_length, *columns, shared_as=shared_as
         )
-        if shared_as is not None:
-            self._shared.add(split.folder.parent)
-        return split
 
-    def compute_outputs(self, split: Split, report: ReportProgress | None = None) -> Any:
-        """The outputs for a whole split on the main process, None on the others; a collective. It
-        removes the split's tokens from the cache."""
+    def compute_outputs(self, split: Split) -> Any:
+        """The outputs for a whole split on the main process, None on the others; a collective."""
+        sizes = (self.sizes.per_device, self.sizes.max_tokens)
         with autocast(self.accelerator):
-            outputs = self.answers.outputs(
-                self.accelerator, self.model, split, self.tokenizer, *self._sizes, report
-            )
-        folder = split.folder.parent
-        if folder in self._shared and self.accelerator.is_local_main_process:
-            shutil.rmtree(folder)  # every process has mapped its files by now
+            return self.answers.outputs(self.accelerator, self.model, split, self.tokenizer, *sizes)
+
+    def remove_tokens(self, identity: str) -> None:
+        """Removes the files of `tokenize`, after a collective: all processes have read them."""
+        folder = cache_folder() / "tokens" / digest_of_text(identity)
+        if folder.is_dir() and self.accelerator.is_local_main_process:
+            shutil.rmtree(folder)
             Path(f"{folder}.lock").unlink(missing_ok=True)
-        return outputs

@@ -1,19 +1,20 @@
 """Promises: `toolkit doctor` on two hosts says whether they find each other and sum numbers, and if not, why."""
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.features.doctor.printed import findings_in
 from tests.hosts import ADDRESSES, TwoHosts
 from tests.runs import Process
 
 pytestmark = pytest.mark.namespaces
 
-DOCTOR = [sys.executable, "-m", "toolkit", "doctor", "--json"]
+DOCTOR = [sys.executable, "-m", "toolkit", "doctor"]
 SEVERAL = ["--main_process_ip", ADDRESSES["a"]]
 PORT = 29600
 # to import torch on a busy machine, twice; each test names how long the machines may wait for each other
@@ -26,20 +27,20 @@ def _healed(hosts: TwoHosts) -> Iterator[None]:
     hosts.heal()
 
 
-class Report(dict[str, Any]):
+@dataclass
+class Report:
     """What a doctor printed on one host, and its exit code."""
 
-    def finding(self, name: str) -> dict[str, str]:
-        (finding,) = [finding for finding in self["findings"] if finding["name"] == name]
-        return finding
+    code: int
+    out: str
+
+    def text(self, name: str) -> str:
+        return findings_in(self.out)[name].text
 
 
 def finish(running: Sequence[Process], timeout: float) -> list[Report]:
-    reports = []
-    for process in running:
-        done = process.finish(timeout + SPARE_SECONDS)
-        reports.append(Report(json.loads(done.out), code=done.code))
-    return reports
+    done = [process.finish(timeout + SPARE_SECONDS) for process in running]
+    return [Report(each.code, each.out) for each in done]
 
 
 def doctors(
@@ -78,11 +79,10 @@ def test_two_good_hosts_and_strangers_on_the_port(hosts: TwoHosts) -> None:
     stranger = hosts.start("b", [sys.executable, "-c", STRANGER])
     a, b = doctors(hosts)
     stranger.kill()
-    assert (a["code"], b["code"]) == (0, 0), (a["findings"], b["findings"])
+    assert (a.code, b.code) == (0, 0), (a.out, b.out)
     for report in (a, b):
-        assert report.finding("machines")["text"].startswith("hostA, hostB found each other")
-        assert report.finding("gloo")["level"] == "ok"
-        assert "16 MB summed over 2 machines at " in report.finding("gloo")["text"]
+        assert report.text("machines").startswith("hostA, hostB found each other")
+        assert "16 MB summed over 2 machines at " in report.text("gloo")
 
 
 def test_hosts_with_different_libraries(hosts: TwoHosts, tmp_path: Path) -> None:
@@ -91,22 +91,22 @@ def test_hosts_with_different_libraries(hosts: TwoHosts, tmp_path: Path) -> None
     newer.mkdir(parents=True)
     (newer / "METADATA").write_text("Metadata-Version: 2.1\nName: peft\nVersion: 99.0\n")
     a, b = doctors(hosts, env={"PYTHONPATH": str(tmp_path / "extra")}, fresh=True)
-    assert (a["code"], b["code"]) == (1, 1)
+    assert (a.code, b.code) == (1, 1)
     for report in (a, b):
-        assert " and 99.0 on hostB" in report.finding("machines")["text"]
-        assert "pip install peft==" in report.finding("machines")["text"]
+        assert " and 99.0 on hostB" in report.text("machines")
+        assert "pip install peft==" in report.text("machines")
 
 
 def test_a_port_that_drops_packets_is_told_from_one_that_refuses(hosts: TwoHosts) -> None:
     hosts.block("a", PORT)
     a, b = doctors(hosts, timeout=5)
-    assert (a["code"], b["code"]) == (1, 1)
-    dropped = b.finding("machines")["text"]
+    assert (a.code, b.code) == (1, 1)
+    dropped = b.text("machines")
     assert "10.77.0.1:29600: no answer" in dropped
     assert "on 10.77.0.1, `sudo ufw allow from 10.77.0.2`" in dropped
-    assert "machine 1 did not come" in a.finding("machines")["text"]
+    assert "machine 1 did not come" in a.text("machines")
     hosts.heal()
     (alone,) = finish([hosts.start("b", [*DOCTOR, *SEVERAL, "--timeout", "3"])], 3)
-    refused = alone.finding("machines")["text"]
+    refused = alone.text("machines")
     assert "nothing listens on this port" in refused
     assert "start the other machine too" in refused

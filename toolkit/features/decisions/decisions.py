@@ -21,11 +21,8 @@ from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.answers import DECISIONS, ClassAnswers
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation
-from toolkit.features.decisions.effect import calibration_error
+from toolkit.features.decisions.calibration import TEMPERATURES, calibration_error
 from toolkit.utils.files import as_json
-
-TEMPERATURES = (0.05, 20.0)
-_DESCRIBED = ("accuracy", "f1_macro", "f1_micro", "ece", "brier")
 
 
 @dataclass(frozen=True)
@@ -49,11 +46,6 @@ class Decisions(ClassAnswers):
     def abstains(self, probability: float) -> bool:
         return self.abstain_below is not None and probability < self.abstain_below
 
-    @property
-    def no_answer_reason(self) -> str:  # type: ignore[override]
-        limit = f"{self.abstain_below:g}, the abstain_below of the model's decisions.json"
-        return f"their probabilities are below {limit}"
-
     def as_json(self) -> dict[str, Any]:
         return {
             "temperature": self.temperature,
@@ -72,13 +64,15 @@ class Decisions(ClassAnswers):
         split, logits = evaluation.outputs
         truth = split.labels
         metrics = as_json(compute_metrics(self.adjust_logits(logits), truth))
-        plain = evaluation.single_numbers.keys() & metrics.keys()
-        before = {name: evaluation.numbers[name] for name in metrics if name in plain}
-        after = {name: metrics[name] for name in before}
-        effect = self.as_json()
+        names = [name for name, value in metrics.items() if isinstance(value, float)]
+        before = {name: evaluation.numbers[name] for name in names}
+        after = {name: metrics[name] for name in names}
         undecided = ClassAnswers(self.labels).probabilities(logits)
-        effect["before"] = before | calibration_error(undecided, truth)
-        effect["after"] = after | calibration_error(self.probabilities(logits), truth)
+        effect = {
+            **self.as_json(),
+            "before": before | calibration_error(undecided, truth),
+            "after": after | calibration_error(self.probabilities(logits), truth),
+        }
         if self.abstain_below is not None:
             effect |= self._answered(logits, truth)
         lines = partial(self.prediction_lines, split.rows, logits, truth)
@@ -95,17 +89,15 @@ class Decisions(ClassAnswers):
         return {"answered": int(answered.sum()), "accuracy_of_answered": accuracy}
 
     def describe(self, evaluation: Evaluation) -> list[str]:
-        effect = evaluation.numbers.get("decisions")
-        if effect is None:
-            return []
-        before, after = effect["before"], effect["after"]
-        names = [name for name in _DESCRIBED if name in before]
-        changes = [f"{name} {before[name]:.4f} -> {after[name]:.4f}" for name in names]
+        effect = evaluation.numbers["decisions"]
+        changes = []
+        for name, before in effect["before"].items():
+            changes.append(f"{name} {before:.4f} -> {effect['after'][name]:.4f}")
         lines = [f"decisions, on {evaluation.split}: {', '.join(changes)}"]
-        if self.abstain_below is not None and effect["answered"]:
+        if self.abstain_below is not None:
             answered = f"{effect['answered']} of {evaluation.numbers['num_samples']} rows"
-            right = 100 * effect["accuracy_of_answered"]
-            lines.append(f"  {answered} have an answer, of which {right:.1f} % are right")
+            accuracy = effect["accuracy_of_answered"]
+            lines.append(f"  {answered} have an answer; the accuracy of these is {accuracy}")
         return lines
 
 
@@ -128,39 +120,36 @@ def saved_decisions(model: str, labels: Labels) -> Decisions | None:
     """
     # None for a file that is not there, of a folder or on the hub, also without a network
     path = cached_file(
-        model_path(model), DECISIONS,
-        _raise_exceptions_for_gated_repo=False,
+        model_path(model),
+        DECISIONS,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
-    )  # fmt: skip
+    )
     if path is None:
         return None
-    remedy = f"repeat the run's command, or remove {path} to answer with the likeliest class"
     try:
         file = _File.model_validate_json(Path(path).read_bytes())
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UserError(f"{path}: {where}: {first['msg']}: {remedy}") from error
-    decisions = Decisions(labels, file.temperature, file.thresholds, file.abstain_below)
-    fault = _fault(decisions, file.labels)
-    if fault:
-        raise UserError(f"{path}: {fault}: {remedy}")
-    return decisions
+        if file.labels != list(labels.names):
+            raise UserError(f"it is for {listing(file.labels)}, not {listing(labels.names)}")
+        unknown = file.thresholds.keys() - labels.names
+        if unknown:
+            raise UserError(f"thresholds of unknown labels: {listing(unknown)}")
+        abstains = file.abstain_below is not None
+        refuse_unfit(labels, bool(file.thresholds), file.temperature != 1, abstains)
+    except (ValidationError, UserError) as error:
+        remedy = "repeat the run's command, or remove it to answer with the likeliest class"
+        raise UserError(f"{path}: {' '.join(str(error).split())}: {remedy}") from error
+    return Decisions(labels, file.temperature, file.thresholds, file.abstain_below)
 
 
-def _fault(decisions: Decisions, names: list[str]) -> str:
-    """Why the decisions, of a model with these labels, are not for the labels; "" if they are."""
-    labels = decisions.labels
+def refuse_unfit(labels: Labels, thresholds: bool, temperature: bool, abstains: bool) -> None:
+    """Raises UserError for a kind of decision that these labels cannot have."""
+    single = labels.problem_type == "single_label_classification"
     several = labels.problem_type == MULTI
-    if names != list(labels.names):
-        return f"it belongs to a model with other labels than {listing(labels.names)}"
-    if labels.problem_type == "regression":
-        return "regression has no decisions"
-    with_threshold = labels.names if several or labels.size == 2 else ()
-    wrong = [name for name in decisions.thresholds if name not in with_threshold]
-    if wrong:
-        return f"thresholds of {listing(wrong)}, which cannot have one"
-    if several and decisions.abstain_below is not None:
-        return "several labels per text have no abstain_below"
-    return ""
+    has = f"not for {labels.problem_type} with {labels.size} labels"
+    if thresholds and not (several or (single and labels.size == 2)):
+        raise UserError(f"tune_thresholds is for two classes or several labels, {has}")
+    if temperature and not (single or several):
+        raise UserError(f"calibrate is for classes, {has}")
+    if abstains and not single:
+        raise UserError(f"abstain_below is for one class per text, {has}")

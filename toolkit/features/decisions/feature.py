@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from toolkit.config.parse import section_in
 from toolkit.config.sections import TaskSettings, Values, needs, section
 from toolkit.utils.features import Feature, PagePart
-
-_CRITERIA = re.compile(r"f1|precision_at_recall=(0?\.\d+|1)")
-
-
-def _check_criterion(text: str | None) -> str | None:
-    if text is None or _CRITERIA.fullmatch(text):
-        return text
-    meaning = "the best precision with a recall of at least 90 %"
-    raise ValueError(f"give f1, or precision_at_recall=0.9 ({meaning})")
 
 
 @section
@@ -28,8 +18,11 @@ class DecisionSettings:
     """How probabilities become answers; tuned on the validation rows at the end and saved with the
     model."""
 
-    tune_thresholds: Annotated[str | None, AfterValidator(_check_criterion)] = None
-    """For two classes or several labels: f1 or precision_at_recall=0.9."""
+    tune_thresholds: str | None = Field(
+        default=None, pattern=r"^(f1|precision_at_recall=(0?\.\d+|1))$"
+    )
+    """For two classes or several labels: f1, or precision_at_recall=0.9: the best precision with a
+    recall of at least 90 %."""
     positive_class: str | None = None
     """With two classes, the one whose threshold is tuned; the second one when not given."""
     calibrate: bool = False
@@ -77,10 +70,8 @@ class DecisionsFeature(Feature):
         effect = page.last.numbers.get("decisions")
         if effect is None:
             return None
-        from toolkit.features.decisions.effect import reliability_chart
-
-        context = {"effect": effect, "charts": [reliability_chart(effect)]}
-        return PagePart(Path(__file__).with_name("page.html"), context, {"decisions": "Decisions"})
+        template = Path(__file__).with_name("page.html")
+        return PagePart(template, {"effect": effect}, {"decisions": "Decisions"})
 
 
 FEATURE = DecisionsFeature()

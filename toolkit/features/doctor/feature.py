@@ -15,7 +15,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--main_process_port", metavar="PORT", help="the first machine's [29600]")
     add("--output_dir", default="runs", help="where a run would write [runs]")
     add("--timeout", type=float, default=30, metavar="SECONDS", help="to wait for the others [30]")
-    add("--json", action="store_true", help="one JSON object instead of text")
 
 
 FEATURE = Feature(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import warnings
 from collections.abc import Iterator
@@ -21,10 +22,10 @@ _NVIDIA_SMI = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheade
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; after a `fail` a run cannot work."""
+    """One line of the report; after a FAIL a run cannot work."""
 
     name: str
-    level: Literal["ok", "note", "warn", "fail"]
+    level: Literal["ok", "note", "warn", "FAIL"]
     text: str
     remedy: str = ""
     """The command to type, or what to look at."""
@@ -32,27 +33,25 @@ class Finding:
 
 def check_gpus() -> Iterator[Finding]:
     """The driver answers, torch can be imported and was built for it, and each GPU computes."""
-    drivers = list[str]()
-    try:
-        smi = _run_nvidia_smi()
-    except FileNotFoundError:
-        pass  # no NVIDIA GPU
-    else:
-        output = printable((smi.stdout or smi.stderr).strip().partition("\n")[0])
+    num_gpus = 0
+    if shutil.which(_NVIDIA_SMI[0]):
+        smi = subprocess.run(
+            _NVIDIA_SMI,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=30,
+        )
+        lines = (smi.stdout or smi.stderr).strip().splitlines()
         if smi.returncode:
             remedy = "`sudo dmesg | grep -iE 'nvrm|xid'` shows why; sudo reboot"
-            yield Finding("driver", "fail", f"nvidia-smi fails: {output}", remedy)
+            text = f"nvidia-smi fails: {printable(' '.join(lines))}"
+            yield Finding("driver", "FAIL", text, remedy)
         else:
-            drivers = smi.stdout.split()
-            yield Finding("driver", "ok", f"NVIDIA {output}")
-    yield from _check_torch(len(drivers))
-
-
-def _run_nvidia_smi() -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        _NVIDIA_SMI, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-        timeout=30,
-    )  # fmt: skip
+            num_gpus = len(lines)
+            yield Finding("driver", "ok", f"NVIDIA {printable(lines[0])}")
+    yield from _check_torch(num_gpus)
 
 
 def _check_torch(num_gpus: int) -> Iterator[Finding]:
@@ -63,7 +62,7 @@ def _check_torch(num_gpus: int) -> Iterator[Finding]:
         except (ImportError, OSError) as error:
             text = f"torch cannot be imported: {type(error).__name__}: {first_line(error)}"
             remedy = "pip install --force-reinstall torch"
-            yield Finding("torch", "fail", printable(text), remedy)
+            yield Finding("torch", "FAIL", printable(text), remedy)
             return
         visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     version = f"torch {torch.__version__}, built with CUDA {torch.version.cuda}"
@@ -75,7 +74,7 @@ def _check_torch(num_gpus: int) -> Iterator[Finding]:
         yield Finding("torch", "note", f"torch {torch.__version__}, no NVIDIA GPU: uses {device}")
     else:
         text = f"{version}, sees no GPU of {num_gpus}: {printable(reasons, 500)}"
-        yield Finding("torch", "fail", text, _remedy_for_no_gpu(torch.version.cuda, reasons))
+        yield Finding("torch", "FAIL", text, _remedy_for_no_gpu(torch.version.cuda, reasons))
     for index in range(visible):
         yield _check_gpu(index)
 
@@ -102,7 +101,7 @@ def _check_gpu(index: int) -> Finding:
         remedy = "nvidia-smi"
         if "no kernel image" in str(error):
             remedy = "a build of the same torch for an older CUDA (12.6 has V100; pytorch.org)"
-        return Finding(f"gpu {index}", "fail", f"{name}: {printable(first_line(error))}", remedy)
+        return Finding(f"gpu {index}", "FAIL", f"{name}: {printable(first_line(error))}", remedy)
     used = total - free
     text = f"{name}, {size_text(used)} of {size_text(total)} in use"
     if used > max(_MEMORY_IN_USE, total / 20):
@@ -134,7 +133,7 @@ def check_disk(output: Path) -> Iterator[Finding]:
     quoted = shlex.quote(str(folder))
     if not os.access(folder, os.W_OK | os.X_OK):
         remedy = f"`sudo chown $USER {quoted}`, or another --output_dir"
-        yield Finding("disk", "fail", f"{folder} cannot be written by this user", remedy)
+        yield Finding("disk", "FAIL", f"{folder} cannot be written by this user", remedy)
         return
     free = psutil.disk_usage(str(folder)).free
     text = f"{size_text(free)} free in {folder} (the run's output)"
@@ -143,4 +142,4 @@ def check_disk(output: Path) -> Iterator[Finding]:
         return
     text += ": a checkpoint takes 12 bytes or more per parameter"
     remedy = f"`du -xh {quoted} | sort -h | tail` lists the largest folders"
-    yield Finding("disk", "fail" if free < _FULL_DISK else "warn", text, remedy)
+    yield Finding("disk", "FAIL" if free < _FULL_DISK else "warn", text, remedy)

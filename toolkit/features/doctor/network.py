@@ -27,13 +27,13 @@ def check(machines: Machines, timeout: float) -> Iterator[Finding]:
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     interface = network.local_addresses().get(network.source_address_for(machines.first))
     if interface is None:
-        yield Finding("interface", "fail", f"no interface leads to {machines.first}", "ip -br link")
+        yield Finding("interface", "FAIL", f"no interface leads to {machines.first}", "ip -br link")
         return
     yield Finding("interface", "ok", f"{interface}, by the route to {machines.first}")
     try:
         met = meet_launchers(machines, {**comparable_versions(), "backend": backend}, timeout)
     except UserError as error:
-        yield Finding("machines", "fail", str(error))
+        yield Finding("machines", "FAIL", str(error))
         return
     hosts = ", ".join(printable(host, 100) for host in met.hosts)
     yield Finding("machines", "ok", f"{hosts} found each other, with the same libraries and code")
@@ -42,7 +42,7 @@ def check(machines: Machines, timeout: float) -> Iterator[Finding]:
         gbits = call_with_timeout(2 * _REDUCE_SECONDS, measure)
     except Exception as error:
         why = printable(first_line(error), 300)
-        yield Finding(backend, "fail", f"the sum failed: {why}", _remedy(backend))
+        yield Finding(backend, "FAIL", f"the sum failed: {why}", _remedy(backend))
         return
     text = f"16 MB summed over {machines.count} machines at {gbits:.1f} Gbit/s"
     if gbits >= _SLOW_GBITS:

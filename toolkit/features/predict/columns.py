@@ -1,58 +1,43 @@
-"""Answers -> the columns that `toolkit predict` writes, or a line that it prints."""
+"""Answers -> the columns that `toolkit predict` writes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
+from toolkit.data.table import Table
+from toolkit.errors import UserError, listing
 from toolkit.evaluation.answers import Answers, ClassAnswers
 
 
-def columns_of(
-    answers: Answers, outputs: Any, flat: bool, with_probabilities: bool
-) -> dict[str, list[Any]]:
-    """The columns of predictions for titles, or (N, C) logits; `flat`: a column for each class or
-    number, as for CSV, not one of lists."""
-    lines = list(answers.answers(outputs))
-    predictions = [line["prediction"] for line in lines]
-    columns: dict[str, list[Any]] = {"prediction": predictions}
-    if not isinstance(answers, ClassAnswers):
-        return columns
-    labels = answers.labels
-    if labels.problem_type == "regression":
-        if flat and labels.size > 1:
-            columns = _by_name("prediction", labels.names, predictions)
-    elif with_probabilities:
-        rows = [line["probabilities"] for line in lines]
-        if flat:
-            columns |= _by_name("probability", labels.names, rows)
-        else:
-            columns["probabilities"] = rows
+def new_columns(table: Table, answers: Answers, with_probabilities: bool) -> list[str]:
+    """`prediction`, and `probability_A` for each class A; of several numbers `prediction_A` for
+    each. Raises UserError if the table already has one of them."""
+    names = _names(answers, with_probabilities)
+    existing = [name for name in names if name in table.rows.column_names]
+    if existing:
+        remedy = "rename it, nothing is overwritten"
+        raise UserError(f"{table.name} already has a column {listing(existing)}: {remedy}")
+    return names
+
+
+def _names(answers: Answers, with_probabilities: bool) -> list[str]:
+    if isinstance(answers, ClassAnswers):
+        labels = answers.labels
+        if labels.problem_type == "regression":
+            if labels.size > 1:
+                return [f"prediction_{name}" for name in labels.names]
+        elif with_probabilities:
+            return ["prediction", *[f"probability_{name}" for name in labels.names]]
+    return ["prediction"]
+
+
+def columns_of(answers: Answers, outputs: Any, names: list[str]) -> dict[str, list[Any]]:
+    """The columns with these names, for titles or (N, C) logits."""
+    columns: dict[str, list[Any]] = {name: [] for name in names}
+    for line in answers.answers(outputs):
+        cells = [line["prediction"], *line.get("probabilities", ())]
+        if "prediction" not in columns:
+            cells = line["prediction"]  # several numbers
+        for name, cell in zip(names, cells, strict=False):
+            columns[name].append(cell)
     return columns
-
-
-def _by_name(
-    prefix: str, names: Sequence[str], rows: Sequence[Sequence[float]]
-) -> dict[str, list[Any]]:
-    return {f"{prefix}_{name}": [row[place] for row in rows] for place, name in enumerate(names)}
-
-
-def line_of(line: dict[str, Any], answers: Answers) -> str:
-    """A title, numbers, or classes with their probabilities."""
-    prediction = line["prediction"]
-    if not isinstance(answers, ClassAnswers):
-        return str(prediction)
-    labels = answers.labels
-    if labels.problem_type == "regression":
-        numbers = zip(labels.names, np.atleast_1d(prediction), strict=True)
-        return " ".join(f"{name} {number:.4g}" for name, number in numbers)
-    probabilities = dict(zip(labels.names, line["probabilities"], strict=True))
-    if prediction is None:
-        best = max(probabilities, key=lambda name: probabilities[name])
-        return f"no answer (most probable: {best} {probabilities[best]:.4f})"
-    names = prediction
-    if isinstance(prediction, str):
-        names = [prediction]
-    return " ".join(f"{name} {probabilities[name]:.4f}" for name in names) or "none"

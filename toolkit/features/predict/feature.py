@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +31,6 @@ def _add_predict(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--output",
-        metavar="FILE",
         help="where to write [FILE.predictions.SUFFIX next to the input; .csv for .txt]",
     )
     add("--overwrite", action="store_true", help="replace an existing output")
@@ -44,11 +42,9 @@ def _add_predict(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--shard",
-        type=_shard,
-        metavar="3/64",
-        help="predict only this part of the file; other processes do the rest",
+        type=shard,
+        help="3/64: predict only this part of the file; without it, later, the rest, and join all",
     )
-    add("--join", action="store_true", help="write the output from the finished shards")
     _add_common(parser)
 
 
@@ -56,10 +52,9 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", help="a run's model folder, any classifier, or a hub name")
     add("file", help="labelled rows: CSV, TSV, JSON, JSONL or Parquet")
-    add("--output_dir", metavar="FOLDER", help="where to write [FILE.evaluation next to the input]")
+    add("--output_dir", help="where to write [FILE.evaluation next to the input]")
     add(
         "--label_column",
-        metavar="NAME",
         help="the column of labels; default: as in training, or by its name",
     )
     _add_common(parser)
@@ -68,12 +63,10 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
 def _add_common(parser: argparse.ArgumentParser) -> None:
     """Options for reading the file and for the computation."""
     add = parser.add_argument
-    add("--text_column", metavar="NAME", help="the column of texts; default: by its name")
-    add("--text_pair", metavar="NAME", help="the second text's column; default: as in training")
+    add("--text_column", help="the column of texts; default: by its name")
+    add("--text_pair", help="the second text's column; default: as in training")
     add("--encoding", default="utf-8", help="encoding of CSV, TSV and JSON files [utf-8]")
-    add(
-        "--delimiter", metavar="CHARACTER", help="delimiter of cells; default: by the file's suffix"
-    )
+    add("--delimiter", help="delimiter of cells; default: by the file's suffix")
     add(
         "--quoting",
         choices=("csv", "none"),
@@ -81,24 +74,21 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--column_names",
-        metavar="NAMES",
         help="column names of a file without a header: label,text",
     )
     add(
         "--max_length",
         type=int,
-        metavar="TOKENS",
         help="longer texts are truncated; default: the model's limit",
     )
     add(
         "--per_device_batch_size",
-        type=_positive,
+        type=positive,
         default=64,
-        metavar="SAMPLES",
         help="maximum texts of a batch [64]",
     )
     tokens = "maximum tokens of a batch, with padding [2048 on a CPU, 16384 on a GPU]"
-    add("--max_tokens_per_batch", type=_positive, metavar="TOKENS", help=tokens)
+    add("--max_tokens_per_batch", type=positive, help=tokens)
     add(
         "--mixed_precision",
         choices=("auto", "no", "bf16", "fp16"),
@@ -106,20 +96,19 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
-    return int(text)
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
 
 
-def _shard(text: str) -> tuple[int, int]:
+def shard(text: str) -> tuple[int, int]:
     """`3/64` -> (3, 64)."""
-    match = re.fullmatch(r"(\d+)/(\d+)", text)
-    if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise argparse.ArgumentTypeError(
-            f"{text}: write 3/64 for the third of 64 shards; the first is 1/64"
-        )
-    return int(match[1]), int(match[2])
+    number, count = map(int, text.split("/"))
+    if not 1 <= number <= count:
+        raise ValueError
+    return number, count
 
 
 class PredictFeature(Feature):

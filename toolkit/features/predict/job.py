@@ -1,0 +1,73 @@
+"""What `toolkit predict` and `toolkit evaluate` begin with: a file, a model, and processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit import __version__, launch
+from toolkit.config import TextSettings
+from toolkit.data.read import format_of, read_file
+from toolkit.errors import listing
+from toolkit.evaluation.saved_model import SavedModel, choose_columns, training_quoting
+from toolkit.pretrained import model_digest
+
+
+class Job:
+    """The rows of a file, the model for them, and what identifies both."""
+
+    def __init__(self, options: Any, label_column: str | None = None) -> None:
+        """`options`: the arguments of the command. Raises UserError for a model or a file that
+        cannot be read, and for processes with different ones."""
+        self.options = options
+        self.settings = TextSettings(
+            encoding=options.encoding,
+            delimiter=options.delimiter,
+            column_names=options.column_names,
+            quoting=options.quoting or training_quoting(options.model, options.file),
+        )
+        self.table = read_file(options.file, self.settings)
+        self.saved = SavedModel(options.model)
+        self.columns = choose_columns(
+            options.model, self.table, options.text_column, options.text_pair, label_column
+        )
+        pairs = len(self.columns) > 1
+        self.max_length = self.saved.choose_max_length(options.max_length, pairs)
+        self.accelerator = launch.make_accelerator(options.mixed_precision)
+        self.facts = {
+            "toolkit": __version__,
+            "file": self.table.digest,
+            "rows": len(self.table),
+            "model": model_digest(options.model),
+            "columns": ", ".join(self.columns),
+            "max_length": self.max_length,
+            "precision": self.accelerator.mixed_precision,
+        }
+        launch.require_equal(self.accelerator, "the file, the model and the options", self.facts)
+
+    def load_model(self) -> None:
+        sizes = (self.options.per_device_batch_size, self.options.max_tokens_per_batch)
+        self.saved.load(self.accelerator, self.max_length, *sizes)
+
+    def warn_of_empty(self, rows: Sequence[int], count: int) -> None:
+        """`rows`: the `empty_rows` of `count`."""
+        if rows:
+            where = listing(row + 1 for row in rows)
+            self.log(f"{len(rows)} of {count} rows have an empty text (rows {where})")
+
+    def log(self, line: str) -> None:
+        """Prints a line, on one process."""
+        launch.log_on_main(self.accelerator, line)
+
+
+def empty_rows(columns: Sequence[Sequence[str]]) -> list[int]:
+    """The rows (from 0) whose text, or one text of a pair, is empty."""
+    rows = enumerate(zip(*columns, strict=True))
+    return [row for row, texts in rows if not all(map(str.strip, texts))]
+
+
+def sibling(source: Path, ending: str) -> Path:
+    """`rows.csv.gz`, `.evaluation` -> `rows.evaluation`, in the same folder."""
+    stem = source.name[: source.name.lower().rindex(format_of(source))]
+    return source.with_name(stem + ending)
