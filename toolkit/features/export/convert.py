@@ -93,9 +93,15 @@ def _to_onnx(module: _LogitsOnly, file: Path, texts: list[dict[str, np.ndarray]]
 
     axes = {name: {0: "batch", 1: "length"} for name in module.names}
     torch.onnx.export(
-        module, tuple(module.examples.values()), file, input_names=module.names, output_names=["logits"],
-        dynamic_axes=axes | {"logits": {0: "batch"}}, opset_version=_OPSET, dynamo=False,
-    )  # fmt: skip
+        module,
+        tuple(module.examples.values()),
+        file,
+        input_names=module.names,
+        output_names=["logits"],
+        dynamic_axes=axes | {"logits": {0: "batch"}},
+        opset_version=_OPSET,
+        dynamo=False,
+    )
     if texts:
         onnx.save(_to_int8(onnx.load(file), texts), file)
 

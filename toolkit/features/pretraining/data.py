@@ -54,8 +54,9 @@ def draw_masks(
     """(T,) bool: the tokens to predict, of samples one after another.
 
     `rows` and `lengths` (samples,); `maskable` (T,) bool; `starts` (T,) bool: the tokens that begin
-    a word, the first of each sample included; None: all. A word is masked, all of its maskable tokens, with the
-    probability of the draw; of a sample without any such word the one that came closest."""
+    a word, the first of each sample included; None: each token is a word. A word is masked, all of
+    its maskable tokens, with the probability of the draw; of a sample without any such word the one
+    that came closest."""
     numbers = uniform_numbers(draw, 0, rows, lengths)
     begins = lengths.cumsum() - lengths
     if starts is not None:
