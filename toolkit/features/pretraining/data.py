@@ -100,7 +100,7 @@ class MaskingCollator(Collator):
     ) -> None:
         """`probability`: of masking, in training."""
         super().__init__(split, tokenizer, device)
-        self.left = False  # padding has no position that a mask may stand at
+        self.left = False  # encoders count positions from the left
         self.seed = seed
         self.probability = probability
         self.draw = EVALUATION_DRAW
