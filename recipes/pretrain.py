@@ -26,25 +26,23 @@ def main() -> None:
     run = toolkit.Run(settings)  # processes and precision, as the config file says
     accelerator = run.accelerator
     run.load_data()  # files -> tokens, once per machine
-    # the model computes the loss, (N, V), (N,) -> (N,), of some masked tokens at a time
-    loss_fn = pretraining.token_cross_entropy
-    model = pretraining.load_masked_model(settings.model, run.tokenizer, loss_fn, training.seed)
+    model = pretraining.load_masked_model(settings.model, training.seed)
     optimizer = toolkit.make_optimizer(model, training)
     model, optimizer, scheduler = run.prepare(model, optimizer)  # copied or sharded
 
     def evaluate(split: toolkit.Split) -> toolkit.Evaluation:
         outputs = run.outputs(split)
         for batch in outputs.batches(model):  # each text once, with fixed masks
-            # (B, 2): losses and correct tokens of each text
-            sums = model(**batch.inputs).logits.sum(dim=1)
+            logits = model(**batch.inputs).logits  # (B, K, V), of the masked tokens
+            sums = pretraining.masked_sums(logits, batch.labels)  # (B, 3)
             outputs.add(accelerator.gather_for_metrics((batch.ids, sums)))
         return pretraining.masked_evaluation(outputs, pretraining.masked_metrics)
 
     for step in run.steps(evaluate):  # resumes; logs, evaluates and saves when due
         for batch in step.micro_batches(model):  # this process's part of the global batch
-            # (B,): sums over each text's masked tokens
-            losses = model(**batch.inputs).logits[..., 0].sum(dim=1)
-            # their share of the mean over the masked tokens of the global batch
+            logits = model(**batch.inputs).logits  # (B, K, V), of the masked tokens
+            losses = toolkit.token_losses(logits, batch.labels)  # (B,): each text's sum
+            # its share of the mean over the masked tokens of the global batch
             accelerator.backward(step.mean(losses))
         step.grad_norm = accelerator.clip_grad_norm_(model.parameters(), training.clip_norm)
         optimizer.step()

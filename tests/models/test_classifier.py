@@ -125,7 +125,7 @@ def test_freeze_unused_changes_nothing_else(tiny_model: Path) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(tiny_model).eval()
     model.spare = torch.nn.Linear(3, 5)
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    assert sorted(freeze_unused(model)) == ["spare.bias", "spare.weight"]
+    freeze_unused(model)
     assert torch.equal(torch.get_rng_state(), state)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert frozen == {"spare.bias", "spare.weight"}

@@ -23,7 +23,7 @@ def names(model: Any, layer: torch.nn.Module) -> set[str]:
 def test_embeddings_and_the_first_layers_are_frozen(family: str) -> None:
     for count in (0, 1, 2):
         model: Any = tiny(family)
-        freeze_layers(model, count, family)
+        freeze_layers(model, count)
         expected = {name for name, _ in model.named_parameters() if "embed" in name}
         expected |= {name for layer in outer_layers(model)[:count] for name in names(model, layer)}
         assert {
@@ -43,7 +43,7 @@ def test_the_top_layers_are_reinitialized_by_the_seed(family: str) -> None:
     for seed in (3, 3, 4):
         model.load_state_dict(before)
         state = torch.random.get_rng_state()
-        reinit_layers(model, 1, family, seed)
+        reinit_layers(model, 1, seed)
         assert torch.equal(state, torch.random.get_rng_state())  # the head's weights do not change
         states.append(copy.deepcopy(model.state_dict()))
     changed = {name for name in before if not torch.equal(before[name], states[0][name])}
@@ -57,17 +57,18 @@ def test_the_top_layers_are_reinitialized_by_the_seed(family: str) -> None:
     )
 
 
-@pytest.mark.parametrize("change", [lambda model, n: freeze_layers(model, n, "M"),
-                                    lambda model, n: reinit_layers(model, n, "M", 1),
-                                    lambda model, n: keep_layers(model, n, "M")])  # fmt: skip
+@pytest.mark.parametrize(
+    "change", [freeze_layers, lambda model, n: reinit_layers(model, n, 1), keep_layers]
+)
 def test_more_layers_than_the_model_has(change: Any) -> None:
-    refusal(change, tiny("bert"), 3, match="_layers 3: M has only 2 layers")
-    refusal(change, tiny("albert"), 1, match="_layers 1: the 2 layers of M share their weights")
+    refusal(change, tiny("bert"), 3, match="_layers 3: the model has only 2 layers")
+    refusal(
+        change, tiny("albert"), 1, match="_layers 1: the 2 layers of the model share their weights"
+    )
     refusal(
         freeze_layers,
         tiny("bert"),
         1,
-        "M",
         reinitialized=2,
         match="--freeze_layers 1 and --reinit_layers 2",
     )
@@ -81,7 +82,7 @@ def test_kept_layers_are_evenly_spaced() -> None:
     before = list(model.layers)
     kinds = model.config.layer_types
     places = [0, 2, 4, 7, 9, 11]
-    keep_layers(model, 6, "m")
+    keep_layers(model, 6)
     assert [before.index(layer) for layer in model.layers] == places
     assert (model.config.num_hidden_layers, model.config.layer_types) == (
         6,

@@ -99,8 +99,8 @@ def test_new_weights_depend_only_on_the_seed(tiny_model: Path, settings: dict[st
     ("name", "says"),
     [
         ("querry", "(did you mean query?); it has dense, key, query, value, or all-linear"),
-        ("classifier", "only linear layers of the encoder"),
-        ("word_embeddings", "only linear layers of the encoder"),
+        ("classifier", "no linear layer of the encoder"),
+        ("word_embeddings", "no linear layer of the encoder"),
         ("", "it has dense"),
     ],
 )

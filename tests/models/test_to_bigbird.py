@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, BertConfig
 
 from tests.faults import refusal
@@ -24,14 +23,14 @@ NONE, CLASSIFIER = "the BERT has no MLM head to keep", "classifier.bias, classif
 # class -> class of the result, whether it has a pooler, the description of its heads
 KINDS: dict[str, tuple[str, bool, str]] = {
     "BertModel": ("BigBirdModel", True, NONE),
-    "BertForMaskedLM": ("BigBirdForMaskedLM", False, "MLM head kept; the BERT has no pooler"),
+    "BertForMaskedLM": ("BigBirdForMaskedLM", False, "MLM head kept"),
     "BertForPreTraining": (
         "BigBirdForMaskedLM", True, "MLM head kept; dropped: cls.seq_relationship.bias, cls.seq_relationship.weight"),
     "BertForNextSentencePrediction": (
         "BigBirdModel", True, f"{NONE}; dropped: cls.seq_relationship.bias, cls.seq_relationship.weight"),
     "BertForSequenceClassification": ("BigBirdModel", True, f"{NONE}; dropped: {CLASSIFIER}"),
     "BertForTokenClassification": (
-        "BigBirdModel", False, f"{NONE}; the BERT has no pooler; dropped: {CLASSIFIER}"),
+        "BigBirdModel", False, f"{NONE}; dropped: {CLASSIFIER}"),
 }  # fmt: skip
 Bert = Callable[..., Path]
 SMALL = SparseSizes(max_length=128, block_size=8, num_random_blocks=1)  # sparse above 56 tokens
@@ -111,11 +110,7 @@ def test_every_kind_of_bert(bert: Bert, out: Path, kind: str, tied: bool) -> Non
     wrote, heads, next_line = convert(source := bert(kind, tie_word_embeddings=tied), out)
     assert heads == description
     assert f"recipes/bigbird.py --model_name_or_path {out} " in next_line
-    count = sum(tensor.numel() for tensor in load_file(out / "model.safetensors").values())
-    assert re.findall(r"[\d,]*\d", wrote.removeprefix(f"wrote {out}: ")) == [
-        f"{count:,}",
-        *"128 48 56".split(),
-    ]
+    assert re.findall(r"\d+", wrote.removeprefix(f"wrote {out}: ")) == ["128", "48", "56"]
     assert json.loads((out / "config.json").read_text())["architectures"] == [family]
 
     loading = getattr(transformers, family).from_pretrained(out, output_loading_info=True)[1]
@@ -158,8 +153,7 @@ def test_the_tokenizer_is_berts(kind: str | None, bert: Bert, out: Path, tmp_pat
     [
         ({"model_type": "roberta"}, {},
          "model_type roberta, and only bert can be converted: use bert-base-chinese"),
-        ({"model_type": "big_bird"}, {}, "already is a BigBird, with 48 positions"),
-        ({"position_embedding_type": "relative_key"}, {}, "position_embedding_type relative_key"),
+        ({"model_type": "big_bird"}, {}, "model_type big_bird"),
         ({"is_decoder": True}, {}, "is a decoder"),
         ({"num_hidden_layers": 1}, {}, "do not match its config.json (encoder.layer.1."),
         ({"num_hidden_layers": 3}, {}, "do not match its config.json (bert.encoder.layer.2."),

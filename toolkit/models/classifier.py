@@ -3,11 +3,10 @@ every process."""
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,8 +46,6 @@ def load_classifier(settings: ModelSettings, labels: Any, seed: int) -> Any:
     """
     name = str(settings.model_name_or_path)
     config = load_config(settings)
-    if config.model_type == "encoder-decoder":
-        raise UserError(f"model {name} is a title model: train it with recipes/title.py")
     saved_names = [str(label) for _, label in sorted(config.id2label.items())]
     config.problem_type = labels.problem_type
     config.id2label = dict(enumerate(labels.names))
@@ -71,7 +68,7 @@ def load_classifier(settings: ModelSettings, labels: Any, seed: int) -> Any:
     # only a head and a pooler may be new
     prefix = f"{model.base_model_prefix}."
     refuse_random(name, (key for key in new if key.startswith(prefix) and "pooler" not in key))
-    _change_layers(model, settings, name, seed)
+    _change_layers(model, settings, seed)
     configure(model, settings)
     read_first_token_only(model)
     if settings.lora_r:
@@ -81,9 +78,9 @@ def load_classifier(settings: ModelSettings, labels: Any, seed: int) -> Any:
     return model
 
 
-def _reorder_head(model: Any, saved: Sequence[str], names: Sequence[str]) -> None:
+def _reorder_head(model: Any, saved: list[str], names: Sequence[str]) -> None:
     """Reorders the outputs of a head that was trained on the same classes in another order."""
-    if list(saved) == list(names) or set(saved) != set(names):
+    if saved == list(names) or set(saved) != set(names):
         return
     heads = [
         part
@@ -101,13 +98,13 @@ def _reorder_head(model: Any, saved: Sequence[str], names: Sequence[str]) -> Non
         parameter.data = parameter.data[order]
 
 
-def _change_layers(model: Any, settings: ModelSettings, name: str, seed: int) -> None:
+def _change_layers(model: Any, settings: ModelSettings, seed: int) -> None:
     if settings.num_hidden_layers:
-        keep_layers(model, settings.num_hidden_layers, name)
+        keep_layers(model, settings.num_hidden_layers)
     if settings.reinit_layers:
-        reinit_layers(model, settings.reinit_layers, name, seed)
+        reinit_layers(model, settings.reinit_layers, seed)
     if settings.freeze_layers is not None:
-        freeze_layers(model, settings.freeze_layers, name, settings.reinit_layers or 0)
+        freeze_layers(model, settings.freeze_layers, settings.reinit_layers or 0)
 
 
 def from_pretrained(
@@ -116,11 +113,11 @@ def from_pretrained(
     """(a model with all of its weights, in float32 unless `dtype` is among the options,
     transformers' loading info). Raises UserError, also for weights of more layers than the config
     has, which transformers drops silently."""
-    options = {"dtype": torch.float32, **options}
+    options.setdefault("dtype", torch.float32)
     if attention and config.model_type != "big_bird":  # `choose_attention` installs a BigBird's
         options["attn_implementation"] = attention
     with (
-        explain_load_errors(name, options.get("attn_implementation")) as path,
+        explain_load_errors(name, attention) as path,
         whole_weights(),
         quiet_transformers(),
     ):
@@ -149,12 +146,9 @@ def configure_decoder(config: Any, name: str) -> None:
 
 def configure(model: Any, settings: PretrainedSettings, **inputs: Any) -> None:
     """Installs the attention, turns gradient checkpointing on, and freezes unused parameters
-    (`inputs`: see `freeze_unused`). Raises UserError if the model does not support it."""
+    (`inputs`: see `freeze_unused`). Raises ValueError if the model does not support it."""
     choose_attention(model, settings.attn_implementation)
     if settings.gradient_checkpointing:
-        if not model.supports_gradient_checkpointing:
-            name = settings.model_name_or_path
-            raise UserError(f"{name} does not support --gradient_checkpointing: leave it out")
         # transformers 5.18 has the old name only
         old_enable = model.gradient_checkpointing_enable
         enable = getattr(model, "activation_checkpointing_enable", old_enable)
@@ -162,9 +156,8 @@ def configure(model: Any, settings: PretrainedSettings, **inputs: Any) -> None:
     freeze_unused(model, **inputs)
 
 
-def freeze_unused(model: Any, **inputs: Any) -> list[str]:
-    """Freezes trainable parameters that the logits do not depend on (an unused pooler), and returns
-    their names.
+def freeze_unused(model: Any, **inputs: Any) -> None:
+    """Freezes trainable parameters that the logits do not depend on (an unused pooler).
 
     DDP raises for them, and sharded optimizers would decay them. Takes one forward pass of a short
     sample, and searches the autograd graph. `inputs`: of the model, besides `input_ids` (1, 8).
@@ -173,33 +166,17 @@ def freeze_unused(model: Any, **inputs: Any) -> list[str]:
     if model.config.is_encoder_decoder:
         ids[0, -1] = model.config.eos_token_id  # BART's head reads the state of the last </s>
     training = model.training
+    attention = model.config._attn_implementation
+    if attention not in (None, "sdpa", "eager"):  # on a CPU flash and flex attention do not work
+        model.config._attn_implementation = "eager"
     model.eval()  # nothing is drawn, no layer is dropped, no running mean changes
-    with cpu_attention(model):
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits
     model.train(training)
+    model.config._attn_implementation = attention
     used = {id(leaf) for leaf in autograd_leaves(logits)}
-    unused = [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and id(parameter) not in used
-    ]
-    for name in unused:
-        model.get_parameter(name).requires_grad_(False)
-    return unused
-
-
-@contextlib.contextmanager
-def cpu_attention(model: Any) -> Iterator[None]:
-    """Within this context an attention for GPUs only (`flash_attention_2`), or without a backward
-    pass on a CPU (`flex_attention`), is replaced."""
-    config = model.config
-    attention = config._attn_implementation
-    if attention not in (None, "sdpa", "eager"):
-        config._attn_implementation = "eager"
-    try:
-        yield
-    finally:
-        config._attn_implementation = attention
+    for parameter in model.parameters():
+        if id(parameter) not in used:
+            parameter.requires_grad_(False)
 
 
 def load_saved_classifier(settings: ModelSettings) -> Any:
@@ -207,13 +184,11 @@ def load_saved_classifier(settings: ModelSettings) -> Any:
     name = str(settings.model_name_or_path)
     config = load_config(settings)
     model, loading = from_pretrained(AutoModelForSequenceClassification, name, config)
-    missing = sorted(loading["missing_keys"])
-    if missing:
-        has = ", ".join(sorted(loading["unexpected_keys"])[:2]) or "no trained classification head"
+    if loading["missing_keys"]:
         raise UserError(
-            f"{name} lacks {listing(missing, 2)}, and has {has}: predictions would be random. "
-            "Fine-tune it first, pass a run's model folder, or load it with the class of the "
-            "recipe that changed the model"
+            f"{name} lacks {listing(sorted(loading['missing_keys']), 2)}: with no trained "
+            "classification head its predictions would be random. Fine-tune it first, pass a run's "
+            "model folder, or load it with the class of the recipe that changed the model"
         )
     configure_decoder(model.config, name)
     choose_attention(model, settings.attn_implementation)
@@ -227,6 +202,5 @@ def set_dropout(config: Any, probability: float | None) -> None:
         return
     for name, value in config.to_dict().items():
         is_dropout = "dropout" in name or name.endswith("pdrop")  # GPT-2's
-        is_number = isinstance(value, float | int) and not isinstance(value, bool)
-        if is_dropout and (value is None or is_number):
+        if is_dropout and type(value) in (int, float, type(None)):
             setattr(config, name, probability)

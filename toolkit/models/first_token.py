@@ -31,21 +31,19 @@ _CLASSIFIERS = {
 _OF_ALL_POSITIONS = ("output_hidden_states", "output_attentions")
 
 
-def read_first_token_only(model: Any) -> bool:
-    """Makes the last layer of a listed classifier compute only the first position. Returns whether
-    it does.
+def read_first_token_only(model: Any) -> None:
+    """Makes the last layer of a listed classifier compute only the first position.
 
     Parameters and saved files do not change. All positions are computed for calls that ask for
     hidden states or attentions, for callers of the encoder, and where the head or the last layer
     was replaced. A hook on the last layer sees hidden states (B, 1, H).
     """
     if type(model).__name__ not in _CLASSIFIERS or model.config.is_decoder:
-        return False
+        return
     attention = model.base_model.encoder.layer[-1].attention
     attention.forward = MethodType(forward, attention)
     request = partial(_request_first_token, type(_head_of(model)))
     model.register_forward_pre_hook(request, with_kwargs=True)
-    return True
 
 
 def _request_first_token(
@@ -106,9 +104,9 @@ def _attend(
 ) -> Tensor:
     """BertSelfAttention for the first query: (B, 1, H) and (B, S, H) -> (B, 1, H)."""
     heads = (attention.num_attention_heads, attention.attention_head_size)
-    query = attention.query(first_states).unflatten(-1, heads).transpose(1, 2)  # (B, nh, 1, hs)
-    key = attention.key(states).unflatten(-1, heads).transpose(1, 2)  # (B, nh, S, hs)
-    value = attention.value(states).unflatten(-1, heads).transpose(1, 2)  # (B, nh, S, hs)
+    projected = (attention.query(first_states), attention.key(states), attention.value(states))
+    # (B, nh, 1, hs) and twice (B, nh, S, hs)
+    query, key, value = (each.unflatten(-1, heads).transpose(1, 2) for each in projected)
     dropout = attention.dropout.p if attention.training else 0.0
     attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
     sizes = {"dropout": dropout, "scaling": attention.scaling}

@@ -58,16 +58,16 @@ def distances(model: torch.nn.Module) -> dict[int, int]:
     return distance_of
 
 
-def keep_layers(model: Any, count: int, name: str) -> None:
+def keep_layers(model: Any, count: int) -> None:
     """Keeps `count` layers, evenly spaced from the first to the last, as DistilBERT started from
     six of BERT's twelve (Sanh et al., 2019). Raises UserError if there are fewer, or they share
     weights."""
-    layers = _layers_of(model, count, "num_hidden_layers", name)
+    layers = _layers_of(model, count, "num_hidden_layers")
     total = len(layers)
     places = np.linspace(0, total - 1, count).round().astype(int).tolist()
-    for place in reversed(range(total)):
-        if place not in places:
-            del layers[place]
+    kept = [layers[place] for place in places]
+    del layers[:]
+    layers.extend(kept)
     config = model.config
     for key, value in list(vars(config).items()):
         # a list with an entry per layer; DeBERTa's `pos_att_type` is none
@@ -76,14 +76,14 @@ def keep_layers(model: Any, count: int, name: str) -> None:
     config.num_hidden_layers = count
 
 
-def freeze_layers(model: Any, count: int, name: str, reinitialized: int = 0) -> None:
+def freeze_layers(model: Any, count: int, reinitialized: int = 0) -> None:
     """Freezes the embeddings and the first `count` layers. Raises UserError if there are fewer, or
     one of them is among the last ones that were `reinitialized`."""
-    total = len(_layers_of(model, count, "freeze_layers", name))
-    if reinitialized and count + reinitialized > total:
+    total = len(_layers_of(model, count, "freeze_layers"))
+    if count + reinitialized > total:
         raise UserError(
-            f"--freeze_layers {count} and --reinit_layers {reinitialized}: of the {total} layers "
-            f"of {name} some would be random, and stay so: lower one of them"
+            f"--freeze_layers {count} and --reinit_layers {reinitialized}: of {total} layers some "
+            "would be random, and stay so: lower one of them"
         )
     distance_of = distances(model)
     for parameter in model.parameters():
@@ -91,14 +91,14 @@ def freeze_layers(model: Any, count: int, name: str, reinitialized: int = 0) -> 
             parameter.requires_grad_(False)
 
 
-def reinit_layers(model: Any, count: int, name: str, seed: int) -> None:
+def reinit_layers(model: Any, count: int, seed: int) -> None:
     """Initializes the top `count` layers (and a pooler) as for pretraining, equally in every
     process (Zhang et al., 2021, "Revisiting Few-sample BERT Fine-tuning")."""
-    layers = _layers_of(model, count, "reinit_layers", name)
+    layers = _layers_of(model, count, "reinit_layers")
     with torch.random.fork_rng(devices=[]), whole_weights():
         set_seed(seed)
         new_model = type(model)(model.config)
-    new_layers = _layers_of(new_model, count, "reinit_layers", name)
+    new_layers = _layers_of(new_model, count, "reinit_layers")
     for layer, new_layer in list(zip(layers, new_layers, strict=True))[-count:]:
         layer.load_state_dict(new_layer.state_dict())
     pooler = getattr(model.base_model, "pooler", None)
@@ -106,16 +106,16 @@ def reinit_layers(model: Any, count: int, name: str, seed: int) -> None:
         pooler.load_state_dict(new_model.base_model.pooler.state_dict())
 
 
-def _layers_of(model: Any, count: int, setting: str, name: str) -> torch.nn.ModuleList:
+def _layers_of(model: Any, count: int, setting: str) -> torch.nn.ModuleList:
     """The longest stack. Raises UserError if it has fewer than `count` layers, or they share their
     weights."""
     layers = max(_stacks(model), key=len, default=torch.nn.ModuleList())
     in_config = getattr(model.config, "num_hidden_layers", 0)
     if len(layers) < in_config:
         raise UserError(
-            f"--{setting} {count}: the {in_config} layers of {name} share their weights: leave it "
-            "out"
+            f"--{setting} {count}: the {in_config} layers of the model share their weights: leave "
+            "it out"
         )
     if count > len(layers):
-        raise UserError(f"--{setting} {count}: {name} has only {len(layers)} layers")
+        raise UserError(f"--{setting} {count}: the model has only {len(layers)} layers")
     return layers

@@ -48,13 +48,12 @@ def fully_trained_modules(model: Any, new: Iterable[str]) -> list[str]:
         for name, part in model.named_children()
         if name != model.base_model_prefix and next(part.parameters(), None) is not None
     ]
-    poolers = {key[: key.index("pooler")] + "pooler" for key in new if "pooler" in key}
-    trained_poolers = [
-        name
-        for name in sorted(poolers - set(heads))
-        if next(model.get_submodule(name).parameters()).requires_grad
-    ]
-    return [*heads, *trained_poolers]
+    poolers = {
+        key[: key.index("pooler")] + "pooler"
+        for key in new
+        if "pooler" in key and model.get_parameter(key).requires_grad
+    }
+    return [*heads, *sorted(poolers - set(heads))]
 
 
 def target_modules(model: Any, setting: str | None, fully_trained: Collection[str]) -> list[str]:
@@ -65,20 +64,18 @@ def target_modules(model: Any, setting: str | None, fully_trained: Collection[st
 
     linear = set(_linear_layers(model, fully_trained))
     every = sorted({path.rsplit(".", 1)[-1] for path in linear})
+    if setting == ALL_LINEAR:
+        return every
     if setting is None:
         usual = USUAL.get(model.config.model_type)
         if isinstance(usual, list) and any(_ends(path, name) for path in linear for name in usual):
             return list(usual)
         return every
     names = [part.strip() for part in setting.split(",")]
-    if names == [ALL_LINEAR]:
-        return every
     for name in names:
-        targets = [part for path, part in model.named_modules() if _ends(path, name)]
-        is_in_encoder = any(_ends(path, name) for path in linear)
-        if not is_in_encoder or not all(isinstance(part, torch.nn.Linear) for part in targets):
+        if not any(_ends(path, name) for path in linear):
             raise UserError(
-                f"--lora_target_modules {name}: not a name of only linear layers of the encoder"
+                f"--lora_target_modules {name}: no linear layer of the encoder has this name"
                 f"{did_you_mean(name, every)}; it has {listing(every, 20)}, or {ALL_LINEAR} for "
                 "all of them"
             )

@@ -9,9 +9,6 @@ attention: within BERT's positions it computes what BERT does.
 from __future__ import annotations
 
 import dataclasses
-import errno
-import hashlib
-import os
 import re
 import shlex
 from pathlib import Path
@@ -19,7 +16,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from accelerate import Accelerator
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
@@ -34,14 +30,13 @@ from toolkit.demo import PREFIX
 from toolkit.errors import UserError, listing
 from toolkit.models.classifier import from_pretrained
 from toolkit.pretrained import (
-    explain_load_errors,
     full_attention_up_to,
     load_config,
     load_plain_tokenizer,
     model_digest,
     refuse_random,
 )
-from toolkit.utils.cache import cached_folder
+from toolkit.utils.cache import cached_folder, digest_of_text
 from toolkit.utils.files import explain_write_errors, make_readable, replace_folder
 
 Settings = TypeVar("Settings", bound=PretrainedSettings)
@@ -76,19 +71,6 @@ class SparseSizes(NamedTuple):
         return full_attention_up_to(self.block_size, self.num_random_blocks)
 
 
-class Bert(NamedTuple):
-    """A loaded BERT, as BertForPreTraining, which has all heads of pretraining."""
-
-    model: Any
-    missing: set[str]
-    """Names of parameters that the checkpoint lacks: random ones."""
-    unused: set[str]
-    """Names in the checkpoint that the model does not have."""
-
-    def has(self, prefix: str) -> bool:
-        return not any(key.startswith(prefix) for key in self.missing)
-
-
 def to_bigbird(source: str, output: Path, sizes: SparseSizes) -> list[str]:
     """Writes a BigBird with the weights of `source` (a folder, a hub name or a `demo:` name) to the
     folder `output`.
@@ -97,17 +79,15 @@ def to_bigbird(source: str, output: Path, sizes: SparseSizes) -> list[str]:
     UserError for a source that is not a BERT, lacks a tokenizer or does not fit its config, for an
     unsuitable length, and for an existing output.
     """
-    _check_output(output)
     config = load_config(ModelSettings(model_name_or_path=source))
     _check_kind(source, config)
     _check_length(source, config.max_position_embeddings, sizes)
     with explain_write_errors(output), replace_folder(output) as draft:
-        parameters, heads = _write_bigbird(source, config, draft, sizes)
+        heads = _write_bigbird(source, config, draft, sizes)
     path = shlex.quote(str(output))
     return [
-        f"wrote {output}: a BigBird of {parameters:,} parameters and {sizes.max_length} "
-        f"positions (the BERT had {config.max_position_embeddings}), sparse above "
-        f"{sizes.sparse_above} tokens",
+        f"wrote {output}: a BigBird of {sizes.max_length} positions (the BERT had "
+        f"{config.max_position_embeddings}), sparse above {sizes.sparse_above} tokens",
         heads,
         f"next: python recipes/bigbird.py --model_name_or_path {path} --train_file YOUR_FILE.csv",
     ]
@@ -133,11 +113,8 @@ def long_model(
     default = SparseSizes()
     length = max(default.max_length, max_length or 0, config.max_position_embeddings)
     sizes = default._replace(max_length=_round_up(length, default.block_size))
-    with explain_load_errors(name):
-        content = f"{_LAYOUT} {sizes} {model_digest(name)}"
-    digest = hashlib.sha256(content.encode()).hexdigest()[:16]
-    # as model cards show it
-    base = re.sub(r"[^\w.-]", "-", Path(name.removeprefix(PREFIX)).absolute().name)
+    digest = digest_of_text(f"{_LAYOUT} {sizes} {model_digest(name)}")
+    base = Path(name.removeprefix(PREFIX)).absolute().name  # as model cards show it
     folder_name = f"{base}-bigbird-{sizes.max_length}-{digest}"
     with cached_folder("models", folder_name, accelerator, source=name) as (folder, draft):
         if draft:
@@ -149,52 +126,42 @@ def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
-def _write_bigbird(
-    name: str, bert_config: Any, folder: Path, sizes: SparseSizes
-) -> tuple[int, str]:
-    """Fills an empty folder. Returns the number of parameters, and a description of the heads.
-    Raises UserError for a source that cannot be loaded or converted."""
+def _write_bigbird(name: str, bert_config: Any, folder: Path, sizes: SparseSizes) -> str:
+    """Fills an empty folder. Returns a description of the heads. Raises UserError for a source that
+    cannot be loaded or converted."""
     tokenizer = load_plain_tokenizer(name)
-    bert = _load_bert(name, bert_config)
-    family = BigBirdForMaskedLM if bert.has(_MLM) else BigBirdModel
-    config = _config_of(bert.model, tokenizer, sizes)
+    bert, weights, unused = _load_bert(name, bert_config)
+    has_mlm = f"{_MLM}transform.dense.weight" in weights
+    family = BigBirdForMaskedLM if has_mlm else BigBirdModel
+    config = _config_of(bert, tokenizer, sizes)
     config.architectures = [family.__name__]
-    config.dtype = str(bert.model.dtype).removeprefix("torch.")
-    tensors = _bigbird_tensors(bert, family, config)
+    config.dtype = bert.dtype
+    tensors = _bigbird_tensors(weights, family, config)
     # not `save_pretrained`, which writes only in the first process of a group
     config.to_json_file(folder / "config.json")
-    try:
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    except SafetensorError as error:  # a full disk, say
-        raise OSError(errno.EIO, str(error)) from error
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     _save_tokenizer(name, tokenizer, folder, sizes.max_length)
     make_readable(folder)
-    return sum(tensor.numel() for tensor in tensors.values()), _describe(bert)
-
-
-def _describe(bert: Bert) -> str:
-    """Which heads are kept, and which are not."""
-    present = set(bert.model.state_dict()) - bert.missing
-    dropped = bert.unused | {key for key in present if not key.startswith(("bert.", _MLM))}
-    parts = ["MLM head kept" if bert.has(_MLM) else "the BERT has no MLM head to keep"]
-    if not bert.has(_POOLER):
-        parts.append("the BERT has no pooler")
+    heads = "MLM head kept" if has_mlm else "the BERT has no MLM head to keep"
+    dropped = sorted(key for key in {*unused, *weights} if not key.startswith(("bert.", _MLM)))
     if dropped:
-        parts.append(f"dropped: {listing(sorted(dropped), 4)}")
-    return "; ".join(parts)
+        heads += f"; dropped: {listing(dropped, 4)}"
+    return heads
 
 
-def _load_bert(name: str, config: Any) -> Bert:
-    """Raises UserError for an incomplete encoder."""
+def _load_bert(name: str, config: Any) -> tuple[Any, dict[str, Tensor], set[str]]:
+    """The BERT with all heads of pretraining, those tensors of it that the checkpoint has, and the
+    names of others there. Raises UserError for an incomplete encoder."""
     model, loading = from_pretrained(
         BertForPreTraining, name, config, dtype="auto", ignore_mismatched_sizes=True
     )
     missing = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
-    bert = Bert(model, missing, set(loading["unexpected_keys"]))
+    unused = set(loading["unexpected_keys"])
     random = {key for key in missing if key.startswith("bert.") and not key.startswith(_POOLER)}
-    lost = {key for key in bert.unused if re.match(r"(bert\.)?(embeddings|encoder)\.", key)}
+    lost = {key for key in unused if re.match(r"(bert\.)?(embeddings|encoder)\.", key)}
     refuse_random(name, random | lost)
-    return bert
+    weights = {key: each for key, each in model.state_dict().items() if key not in missing}
+    return model, weights, unused
 
 
 def _config_of(bert: Any, tokenizer: Any, sizes: SparseSizes) -> BigBirdConfig:
@@ -205,8 +172,6 @@ def _config_of(bert: Any, tokenizer: Any, sizes: SparseSizes) -> BigBirdConfig:
         options["pad_token_id"] = tokenizer.pad_token_id
     # from the weights: transformers unties an output layer that differs, whatever the config says
     output = bert.get_output_embeddings().weight
-    first = tokenizer.bos_token_id
-    last = tokenizer.eos_token_id
     return BigBirdConfig(
         **options,
         tie_word_embeddings=output is bert.get_input_embeddings().weight,
@@ -216,27 +181,29 @@ def _config_of(bert: Any, tokenizer: Any, sizes: SparseSizes) -> BigBirdConfig:
         num_random_blocks=sizes.num_random_blocks,
         rescale_embeddings=False,
         use_bias=True,
-        bos_token_id=tokenizer.cls_token_id if first is None else first,
-        eos_token_id=tokenizer.sep_token_id if last is None else last,
+        bos_token_id=tokenizer.cls_token_id,
+        eos_token_id=tokenizer.sep_token_id,
         sep_token_id=tokenizer.sep_token_id,
         cls_token_id=tokenizer.cls_token_id,
     )
 
 
-def _bigbird_tensors(bert: Bert, family: Any, config: BigBirdConfig) -> dict[str, Tensor]:
+def _bigbird_tensors(
+    weights: dict[str, Tensor], family: Any, config: BigBirdConfig
+) -> dict[str, Tensor]:
     """The BigBird's parameters by name (tied ones once), from BERT's tensors, with the position
-    table repeated."""
+    table repeated; without a pooler that BERT does not have."""
+    rows = torch.arange(config.max_position_embeddings) % len(weights[_POSITIONS])
+    weights = {**weights, _POSITIONS: weights[_POSITIONS][rows]}
     with torch.device("meta"):
         model = family(config)
     prefix = "bert." if family is BigBirdModel else ""
-    shapes = {prefix + key: parameter.shape for key, parameter in model.named_parameters()}
-    if not bert.has(_POOLER):  # leave out a random one
-        shapes = {key: shape for key, shape in shapes.items() if not key.startswith(_POOLER)}
-    weights = bert.model.state_dict()
-    rows = torch.arange(config.max_position_embeddings) % len(weights[_POSITIONS])
-    weights[_POSITIONS] = weights[_POSITIONS][rows]
-    tensors = {key.replace(f"{_POOLER}dense.", _POOLER): weights[key] for key in weights}
-    return {key.removeprefix(prefix): tensors[key].contiguous() for key in shapes}
+    tensors = {}
+    for name, _ in model.named_parameters():
+        key = f"{prefix}{name}".replace(_POOLER, f"{_POOLER}dense.")
+        if key in weights or not key.startswith(_POOLER):
+            tensors[name] = weights[key].contiguous()
+    return tensors
 
 
 def _save_tokenizer(name: str, tokenizer: Any, folder: Path, max_length: int) -> None:
@@ -256,43 +223,26 @@ def _save_tokenizer(name: str, tokenizer: Any, folder: Path, max_length: int) ->
 
 def _check_kind(name: str, config: Any) -> None:
     """Raises UserError for a model that a BigBird with the same weights would not reproduce."""
-    kind = config.model_type
-    if kind == "big_bird":
-        positions = config.max_position_embeddings
-        raise UserError(f"{name} already is a BigBird, with {positions} positions: use it")
-    if kind != "bert":
+    if config.model_type != "bert":
         raise UserError(
-            f"{name} has model_type {kind}, and only bert can be converted: use bert-base-chinese, "
-            "bert-base-uncased, hfl/chinese-roberta-wwm-ext (a BERT despite its name), or a BigBird"
+            f"{name} has model_type {config.model_type}, and only bert can be converted: use "
+            "bert-base-chinese, bert-base-uncased, hfl/chinese-roberta-wwm-ext (a BERT despite its "
+            "name), or a BigBird"
         )
-    positions = getattr(config, "position_embedding_type", None) or "absolute"  # of old configs
-    if positions != "absolute":
-        raise UserError(
-            f"{name} has position_embedding_type {positions}: use a BERT with absolute positions"
-        )
-    if config.is_decoder or config.add_cross_attention:
-        raise UserError(
-            f"{name} is a decoder (is_decoder or add_cross_attention in its config.json): use an "
-            "encoder"
-        )
+    if config.is_decoder:
+        raise UserError(f"{name} is a decoder (is_decoder in its config.json): use an encoder")
 
 
 def _check_length(name: str, positions: int, sizes: SparseSizes) -> None:
     """Raises UserError for lengths that make no sparse model; `positions` are the BERT's."""
     length = sizes.max_length
-    block = sizes.block_size
-    if length % block:
-        usable = _round_up(length, block)
-        raise UserError(f"--max_length {length} is not a multiple of {block}: use {usable}")
+    usable = _round_up(length, sizes.block_size)
+    if length != usable:
+        fault = f"--max_length {length} is not a multiple of {sizes.block_size}"
+        raise UserError(f"{fault}: use {usable}")
     if length < positions or length <= sizes.sparse_above:
         raise UserError(
             f"--max_length {length}: {name} reads {positions} tokens, and up to "
             f"{sizes.sparse_above} tokens BigBird has full attention: use more, or truncate texts "
             "when you tokenize them"
         )
-
-
-def _check_output(output: Path) -> None:
-    """Raises UserError for anything but an empty folder."""
-    if os.path.lexists(output) and not (output.is_dir() and not any(output.iterdir())):
-        raise UserError(f"{output} exists and is not an empty folder: name another, or remove it")

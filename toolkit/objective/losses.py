@@ -82,6 +82,9 @@ def token_losses(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -
     """(B, T, V) logits and (B, T) token ids -> (B,) float32 sums of cross entropies; labels of -100
     are padding."""
     losses = F.cross_entropy(
-        logits.float().transpose(1, 2), labels, reduction="none", label_smoothing=label_smoothing
+        logits.float().flatten(0, 1),
+        labels.flatten(),
+        reduction="none",
+        label_smoothing=label_smoothing,
     )
-    return losses.sum(dim=1)  # (B, T) -> (B,)
+    return losses.view(labels.shape).sum(dim=1)

@@ -20,6 +20,7 @@ from tests.architectures import make_architecture
 from tests.faults import refusal
 from tests.runs import ROOT, Finished, lines_of, start, train
 from toolkit.data.labels import Labels
+from toolkit.data.tokens import Split
 from toolkit.evaluation.saved_model import SavedModel
 from toolkit.features.export.command import compare, export
 from toolkit.features.export.runtimes import ExportedClassifier
@@ -61,7 +62,7 @@ def test_the_exported_model_predicts_the_same(
 ) -> None:
     folder, done = exported[to, int8]
     result = re.search(
-        r"accuracy [\d.]+ % \(torch [\d.]+ %\), ([\d.]+) % of the answers are the same", done.out
+        r"accuracy [\d.]+ \(torch [\d.]+\), ([\d.]+) % of the answers are the same", done.out
     )
     assert result
     assert {path.name for path in folder.iterdir()} >= {
@@ -188,7 +189,6 @@ def test_what_cannot_be_exported(
 ) -> None:
     folder, _ = exported["openvino", False]
     refusal(export, options(model, folder), match="exists: name another folder")
-    refusal(export, options(folder, tmp_path / "out"), match="is already exported to openvino")
     copy = shutil.copytree(model, tmp_path / "alone")
     refusal(export, options(copy, tmp_path / "out"), match="is in no run's folder")
     sparse = make_architecture("BigBird", tmp_path / "sparse", ["a good film"])
@@ -210,16 +210,26 @@ def test_decisions_are_copied(model: Path, tmp_path: Path) -> None:
 
 
 def test_compare() -> None:
-    single = Labels("single_label_classification", ("a", "b"), ())
+    def percent_of(before: np.ndarray, after: np.ndarray, truth: Any, kind: Any) -> Any:
+        names = ("a", "b")[: before.shape[1]]
+        count = len(before)
+        ids = np.zeros(count, np.int32)
+        split = Split(
+            "validation", Path(), ids, np.arange(count + 1), np.array(truth), np.arange(count)
+        )
+        return compare(before, after, split, Labels(kind, names, ()))
+
     logits = np.array([[2.0, 1], [1, 2], [3, 0], [0, 1]])
     other = np.array([[2.0, 1], [2, 1], [3, 0], [1, 0]])
-    result, changed = compare(logits, other, np.array([0, 0, 0, 1]), single)
-    assert result == "accuracy 75.00 % (torch 75.00 %), 50.00 % of the answers are the same"
+    changed, result = percent_of(logits, other, [0, 0, 0, 1], "single_label_classification")
+    assert result == (
+        "accuracy 0.7500 (torch 0.7500), 50.00 % of the answers are the same, on 4 rows of "
+        "validation"
+    )
     assert changed == 50
-    several = Labels("multi_label_classification", ("a", "b"), ())
     truth = (logits > 1.5).astype(np.float32)
-    _, changed = compare(logits - 1.5, other - 1.5, truth, several)
-    assert changed == 25
-    numbers = Labels("regression", ("a",), ())
-    _, changed = compare(logits[:, :1], logits[:, :1] + 0.1, truth, numbers)
+    kind = "multi_label_classification"
+    assert percent_of(logits - 1.5, other - 1.5, truth, kind)[0] == 25
+    numbers = logits[:, :1]
+    changed, _ = percent_of(numbers, numbers + 0.1, truth[:, 0], "regression")
     assert changed == pytest.approx(100 * 4 * 0.01 / 5)

@@ -26,12 +26,12 @@ from tests.matrix import runs
 from tests.runs import lines_of, losses_of, recipe, start
 from tests.test_long import converted
 from toolkit.config import build
-from toolkit.data.batches import GlobalBatches
-from toolkit.data.tokens import load_split, load_tokenizer
-from toolkit.features.pretraining import model as masked_model
+from toolkit.data.batches import Batch, GlobalBatches
+from toolkit.data.tokens import load_split
 from toolkit.features.pretraining.data import MaskedSplit, MaskingCollator, Masks
 from toolkit.features.pretraining.model import (
     load_masked_model,
+    masked_sums,
     predict_masked_only,
 )
 from toolkit.features.pretraining.settings import EncoderSettings, PretrainSettings
@@ -78,17 +78,14 @@ Masked = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def masked(models: Runs, data: list[Any]) -> Masked:
-    """`masked("zero3 x2", "BERT", ...)` -> the run of this model, with several processes in small parts of logits."""
+    """`masked("zero3 x2", "BERT", ...)` -> the run of this model."""
 
     def run(way: str, name: str, kind: str = "", *more: Any) -> Path:
         job = ["--model_name_or_path", models[name], *data, *COMMON]
         job += ["--mlm_probability", 0.3]
         job += [] if name == "XLM-R" else ["--whole_word_mask", "true"]
         job += ["--gradient_checkpointing", "true"] if name == "RoBERTa" else []
-        module = (
-            "recipes.pretrain" if way == "single" else "tests.features.pretraining.parts_worker"
-        )
-        return runs(way).run(f"masked {name} {kind}".strip(), module, [*job, *more])
+        return runs(way).run(f"masked {name} {kind}".strip(), "recipes.pretrain", [*job, *more])
 
     return run
 
@@ -152,9 +149,10 @@ def split_of(run: Path, name: str) -> MaskedSplit:
     return load_split(cache_folder() / "tokens" / digest, name, None, MaskedSplit)
 
 
-def as_transformers(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def as_transformers(batch: Batch) -> dict[str, torch.Tensor]:
     """A masked batch in transformers' format: `labels` (B, S), -100 elsewhere."""
-    ids, places, truth = inputs["input_ids"], inputs["target_positions"], inputs["target_ids"]
+    inputs, truth = batch.inputs, batch.labels
+    ids, places = inputs["input_ids"], inputs["target_positions"]
     labels = torch.full_like(ids, -100)
     rows = torch.arange(len(ids))[:, None].expand_as(places)
     labels[rows[truth != -100], places[truth != -100]] = truth[truth != -100]
@@ -174,7 +172,7 @@ def test_a_plain_loop_has_the_same_losses(single: Runs, models: Runs) -> None:
     for number in range(STEPS):
         epoch, place = divmod(number, 6)
         batch = collate.at(epoch)(GlobalBatches(split.lengths, 11, SEED, epoch)[place])
-        loss = model(**as_transformers(batch.inputs)).loss  # over all masked tokens of the batch
+        loss = model(**as_transformers(batch)).loss  # over all masked tokens of the batch
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -196,7 +194,7 @@ def test_the_saved_model_is_what_was_evaluated(name: str, single: Runs) -> None:
     split = split_of(run, "validation")
     collate, loss, right, count = MaskingCollator(split, tokenizer, CPU, 1, 0.9), 0.0, 0, 0
     for index in range(len(split)):
-        inputs = as_transformers(collate(np.array([index])).inputs)
+        inputs = as_transformers(collate(np.array([index])))
         labels = inputs.pop("labels")
         if (
             name == "BigBird"
@@ -236,33 +234,6 @@ def test_a_sharded_checkpoint_is_converted(stopped: Path, tmp_path: Path) -> Non
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-def masked_inputs(tokens: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(5, 100, (3, tokens), generator=generator)
-    places = torch.stack(
-        [torch.randperm(tokens, generator=generator)[:5].sort()[0] for _ in range(3)]
-    )
-    truth = torch.randint(5, 100, (3, 5), generator=generator)
-    truth[2, 3:] = -100
-    return {"input_ids": ids, "target_positions": places, "target_ids": truth}
-
-
-def test_heads_that_read_the_weights_of_the_decoder() -> None:
-    """MobileBERT's multiplies by them: the recipe trained on the logit of token 0."""
-    for kind, options in {
-        "mobilebert": {"embedding_size": 8, "intra_bottleneck_size": 8},
-        "esm": {"pad_token_id": 1},
-    }.items():
-        config = AutoConfig.for_model(kind, vocab_size=60, hidden_size=24, num_hidden_layers=1, num_attention_heads=2,
-                                      intermediate_size=8, **options)  # fmt: skip
-        refusal(
-            predict_masked_only,
-            AutoModelForMaskedLM.from_config(config),
-            cross_entropy,
-            says=["another encoder"],
-        )
-
-
 OTHERS = [
     "ERNIE",
     "DistilBERT",
@@ -273,43 +244,47 @@ OTHERS = [
     "NomicBERT",
     "GTE",
     "Longformer",
+    "MobileBERT",
 ]
 
 
 @pytest.mark.parametrize("name", [*SEVERAL, "BigBird", *OTHERS])
-def test_logits_at_masked_positions_in_parts(
-    name: str, models: Runs, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_logits_at_masked_positions(
+    name: str, models: Runs, texts: list[str], tmp_path: Path
 ) -> None:
-    """The same losses and gradients as from all logits, at once and in recomputed parts."""
-    folder = models.get(name) or make_architecture(name, tmp_path / "model", texts)
-    plain, masked = (AutoModelForMaskedLM.from_pretrained(folder).eval() for _ in range(2))
-    predict_masked_only(masked, cross_entropy)
-    inputs = masked_inputs(12)
-    places, truth = inputs["target_positions"], inputs["target_ids"]
-    logits = plain(input_ids=inputs["input_ids"]).logits
-    masked_logits = logits.gather(1, places[..., None].expand(-1, -1, logits.shape[-1]))
-    expected = cross_entropy(masked_logits.flatten(0, 1), truth.flatten()).view(3, 5)
-    expected.sum().backward()
-    right = (masked_logits.argmax(-1) == truth).float()
-    argmax, widest = torch.Tensor.argmax, []
-    monkeypatch.setattr(
-        torch.Tensor, "argmax", lambda rows, dim: widest.append(len(rows)) or argmax(rows, dim)
-    )
-    for most in (10**9, 4 * masked.get_output_embeddings().out_features):
-        monkeypatch.setattr(masked_model, "MAX_LOGITS", most)
-        masked.zero_grad()
-        output = masked(**inputs).logits
-        torch.testing.assert_close(output[..., 0], expected, rtol=1e-5, atol=1e-6)
-        assert torch.equal(output[..., 1].detach(), right)
-        output[..., 0].sum().backward()
-        for (key, mine), theirs in zip(masked.named_parameters(), plain.parameters(), strict=True):
-            if theirs.grad is not None:
-                torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=key)
-    assert widest == [15, 4, 4, 4, 3]  # rows of logits at a time, and no more
-    torch.testing.assert_close(masked(input_ids=inputs["input_ids"]).logits, logits)
-    copied = copy.deepcopy(masked)
-    masked.get_output_embeddings().weight.data.zero_()
-    torch.testing.assert_close(copied(**inputs).logits[..., 0], expected, rtol=1e-5, atol=1e-6)
+    """Equal to those positions of all logits, with equal gradients."""
+    if name == "MobileBERT":  # its head reads the output layer's weights
+        sizes = {"vocab_size": 100, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+                 "intermediate_size": 8, "embedding_size": 8, "intra_bottleneck_size": 8}  # fmt: skip
+        config = AutoConfig.for_model("mobilebert", **sizes)
+        plain = AutoModelForMaskedLM.from_config(config).eval()
+    else:
+        folder = models.get(name) or make_architecture(name, tmp_path / "model", texts)
+        plain = AutoModelForMaskedLM.from_pretrained(folder).eval()
+    masked = copy.deepcopy(plain)
+    predict_masked_only(masked)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(5, 100, (3, 12), generator=generator)
+    places = torch.stack([torch.randperm(12, generator=generator)[:5] for _ in range(3)])
+    logits = plain(input_ids=ids).logits
+    expected = logits.gather(1, places[..., None].expand(-1, -1, logits.shape[-1]))
+    output = masked(input_ids=ids, target_positions=places).logits
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
+    for each in (output, expected):
+        each.square().sum().backward()
+    for (key, mine), theirs in zip(masked.named_parameters(), plain.parameters(), strict=True):
+        if theirs.grad is not None:
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=key)
+    torch.testing.assert_close(masked(input_ids=ids).logits, logits)
+
+
+def test_sums_of_texts() -> None:
+    logits = torch.randn(2, 3, 9, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([[logits[0, 0].argmax(), 1, 2], [4, -100, -100]])
+    sums = masked_sums(logits, labels)
+    torch.testing.assert_close(sums[1, 0], cross_entropy(logits[1, :1], labels[1, :1]).sum())
+    right = ((logits.argmax(-1) == labels) & (labels != -100)).sum(1)
+    assert (sums[:, 1].tolist(), sums[:, 2].tolist()) == (right.tolist(), [3, 1])
 
 
 def test_models_without_a_head(
@@ -317,13 +292,8 @@ def test_models_without_a_head(
 ) -> None:
     finished = recipe("--model_name_or_path", tiny_model, *data, script="recipes/pretrain.py")
     finished.says_in_one_line("masked-language head", "--new_head true", "cls.predictions")
-    settings, tokenizer = (
-        EncoderSettings(model_name_or_path=str(tiny_model), new_head=True),
-        load_tokenizer,
-    )
-    made = [
-        load_masked_model(settings, tokenizer(settings), cross_entropy, seed) for seed in (1, 1, 2)
-    ]
+    settings = EncoderSettings(model_name_or_path=str(tiny_model), new_head=True)
+    made = [load_masked_model(settings, seed) for seed in (1, 1, 2)]
     heads = [model.cls.predictions.transform.dense.weight for model in made]
     assert torch.equal(heads[0], heads[1])
     assert not torch.equal(heads[0], heads[2])
@@ -334,7 +304,7 @@ def test_models_without_a_head(
     settings = EncoderSettings(
         model_name_or_path=str(make_architecture("Qwen3", tmp_path / "qwen", texts))
     )
-    refusal(load_masked_model, settings, None, cross_entropy, 1, match="qwen3")
+    refusal(load_masked_model, settings, 1, match="Qwen3")
 
 
 def test_other_recipes_take_the_model(single: Runs, tmp_path: Path) -> None:

@@ -51,27 +51,34 @@ def attend(
     """transformers' attention `sdpa`: (B, nh, Q, hs) and twice (B, nh, K, hs) -> (B, Q, nh, hs),
     and no weights. `attention_mask`, to be broadcast to (B, nh, Q, K), is True for keys to attend
     to, or is added to the scores."""
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = module.is_causal if is_causal is None else is_causal
     needs_causal_mask = causal and attention_mask is None and query.shape[2] > 1
     is_plain = all(options.get(name) is None for name in _UNSUPPORTED)
     states = (query, key, value)
-    if needs_causal_mask or not is_plain or not _is_faster(*states, attention_mask, dropout):
+    dtype = query.dtype
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+    is_faster = _is_faster(*states, attention_mask, dropout, dtype)
+    if needs_causal_mask or not is_plain or not is_faster:
         return sdpa_attention_forward(
             module, *states, attention_mask, dropout, scaling, is_causal=is_causal, **options
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
-        states = (query.to(dtype), key.to(dtype), value.to(dtype))
+    bias = None
     if attention_mask is not None:
-        attention_mask = _added_or_hidden(attention_mask).expand(*query.shape[:3], key.shape[2])
+        bias = _bias_of(attention_mask).expand(*query.shape[:3], key.shape[2])
     with torch.autocast("cpu", enabled=False):
-        context = _Attention.apply(*states, attention_mask, dropout, scale)
+        context = _Attention.apply(*(each.to(dtype) for each in states), bias, dropout, scale)
     return context.transpose(1, 2).contiguous(), None
 
 
 def _is_faster(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    dtype: torch.dtype,
 ) -> bool:
     if query.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
@@ -79,7 +86,6 @@ def _is_faster(
         return False
     if mask is not None and mask.requires_grad:
         return False
-    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
     if dropout:
         # without gradients, too: the first pass of a reentrant checkpoint needs the same random
         # numbers as its second
@@ -88,12 +94,13 @@ def _is_faster(
     return trains and key.shape[2] <= _SHORT and dtype.itemsize == 2
 
 
-def _added_or_hidden(mask: Tensor) -> Tensor:
-    """A bool mask -> True for keys to hide; others with low numbers in place of -inf: a row that
-    hides all keys would become NaN."""
+def _bias_of(mask: Tensor) -> Tensor:
+    """What a mask adds to scores, float32. Low numbers in place of -inf: a row that hides all keys
+    would become NaN."""
+    lowest = torch.finfo(torch.float32).min
     if mask.dtype == torch.bool:
-        return mask.logical_not()
-    return mask.clamp(min=max(torch.finfo(mask.dtype).min, torch.finfo(torch.float32).min))
+        return torch.zeros(mask.shape).masked_fill_(~mask, lowest)
+    return mask.float().clamp(min=lowest)
 
 
 class _Attention(torch.autograd.Function):
@@ -103,7 +110,7 @@ class _Attention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | None,
+        bias: Tensor | None,
         dropout: float,
         scale: float,
     ) -> Tensor:
@@ -117,8 +124,8 @@ class _Attention(torch.autograd.Function):
             # products of float32, as in torch's kernel: scores in bf16 would have three times the
             # error
             scores = (query[group].float() * scale) @ key[group].float().mT
-            if mask is not None:
-                _mask_scores(scores, mask[group])
+            if bias is not None:
+                scores.add_(bias[group])
             signed[group] = scores.softmax(-1)
             if dropout:
                 _mark(signed[group], dropout)
@@ -150,14 +157,6 @@ class _Attention(torch.autograd.Function):
             query_grad[group] = scores_grad @ key[group]
             key_grad[group] = scores_grad.mT @ query[group]
         return query_grad, key_grad, value_grad, None, None, None
-
-
-def _mask_scores(scores: Tensor, mask: Tensor) -> None:
-    """Masks scores in place; a bool mask is True for keys to hide."""
-    if mask.dtype == torch.bool:
-        scores.masked_fill_(mask, torch.finfo(scores.dtype).min)
-    else:
-        scores.add_(mask)
 
 
 def _mark(probabilities: Tensor, dropout: float) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,24 +42,14 @@ def add_teacher_logits(
     Each row is computed exactly once, in any number of processes, unless the logits are cached.
     Raises UserError for a teacher with other labels or another tokenizer.
     """
-    try:
-        folder = _logits_folder(accelerator, settings, data, tokenizer, name)
-    except UserError as error:
-        raise UserError(str(error).replace("--model_name_or_path", "--teacher", 1)) from error
-    columns = data.train.columns | {"teacher": np.load(folder / _FILE, mmap_mode="r")}
-    digest = digest_of_text(f"{data.digest} {folder.name}")
-    return replace(data, train=replace(data.train, columns=columns), digest=digest)
-
-
-def _logits_folder(
-    accelerator: Accelerator, settings: TaskSettings, data: Data, tokenizer: Any, name: str
-) -> Path:
     model = ModelSettings(model_name_or_path=name, tokenizer=settings.model.tokenizer)
-    config = load_config(model)
-    labels = labels_of(config)
+    try:
+        config = load_config(model)
+        labels = labels_of(config)
+        _require_same_tokens(config, load_tokenizer(model), data, tokenizer)
+    except UserError as error:
+        raise UserError(f"--teacher {name}: {first_line(error)}") from error
     order = _order_of_classes(labels, data.labels, name)
-    teacher_tokenizer = load_tokenizer(model)
-    _require_same_tokens(config, teacher_tokenizer, data, tokenizer, name)
     rows = hashlib.sha256(data.train.rows.tobytes()).hexdigest()
     precision = accelerator.mixed_precision
     digest = digest_of_text(f"{model_digest(name)} {data.digest} {rows} {precision} {order}")
@@ -69,20 +58,17 @@ def _logits_folder(
         rows_of = f"{len(data.train)} training rows, once"
         launch.log_on_main(accelerator, f"computing the outputs of {name} for {rows_of}")
         teacher = ClassAnswers(labels).load(model).to(accelerator.device)
-        logits = _logits(accelerator, teacher, data.train, teacher_tokenizer, settings, order)
+        logits = _logits(accelerator, teacher, data.train, tokenizer, settings)[:, order]
     with cached_folder("teachers", digest, accelerator, f"{name} as teacher") as (folder, draft):
         if draft:
             np.save(draft / _FILE, logits)
-    return folder
+    columns = data.train.columns | {"teacher": np.load(folder / _FILE, mmap_mode="r")}
+    digest = digest_of_text(f"{data.digest} {digest}")
+    return replace(data, train=replace(data.train, columns=columns), digest=digest)
 
 
 def _logits(
-    accelerator: Accelerator,
-    teacher: Any,
-    train: Split,
-    tokenizer: Any,
-    settings: TaskSettings,
-    order: list[int],
+    accelerator: Accelerator, teacher: Any, train: Split, tokenizer: Any, settings: TaskSettings
 ) -> np.ndarray:
     """(N, C) float32, in the order of the split, on every rank."""
     training = settings.training.limit_tokens(accelerator.device.type, int(train.lengths.max()))
@@ -92,13 +78,10 @@ def _logits(
         outputs = predict(
             accelerator, teacher, split, tokenizer, size, training.max_tokens_per_batch
         )
-    logits = torch.zeros(len(train), len(order), device=accelerator.device)
-    if outputs is not None:
-        # `outputs` are sorted by row
-        positions = np.argsort(np.argsort(train.rows, kind="stable"), kind="stable")
-        # a list as index gives columns in memory, which gloo's broadcast would send as rows
-        ordered = np.ascontiguousarray(outputs[positions][:, order])
-        logits = torch.from_numpy(ordered).to(accelerator.device)
+    logits = torch.zeros(len(train), teacher.config.num_labels, device=accelerator.device)
+    if outputs is not None:  # sorted by row
+        places = np.searchsorted(np.sort(train.rows), train.rows)
+        logits = torch.from_numpy(outputs[places]).to(accelerator.device)
     return broadcast(logits).cpu().numpy()
 
 
@@ -113,19 +96,14 @@ def _order_of_classes(teacher: Labels, labels: Labels, name: str) -> list[int]:
     return [teacher.names.index(each) for each in labels.names]
 
 
-def _require_same_tokens(
-    config: Any, teacher_tokenizer: Any, data: Data, tokenizer: Any, name: str
-) -> None:
+def _require_same_tokens(config: Any, teacher_tokenizer: Any, data: Data, tokenizer: Any) -> None:
     reads_types = "token_type_ids" in teacher_tokenizer.model_input_names
     has_types = reads_types and has_token_types(config)
     same_types = not data.text_pair or has_types == (data.train.token_types is not None)
     if fingerprint(teacher_tokenizer) != fingerprint(tokenizer) or not same_types:
         raise UserError(
-            f"--teacher {name} tokenizes texts differently (tokens or token types) than the "
-            "student: choose a student with the teacher's tokenizer (the teacher's base model with "
+            "it tokenizes texts differently (tokens or token types) than the student: choose a "
+            "student with the teacher's tokenizer (the teacher's base model with "
             "--num_hidden_layers 3, say)"
         )
-    try:
-        choose_max_length(data.max_length, teacher_tokenizer, config, data.text_pair is not None)
-    except UserError as error:
-        raise UserError(f"--teacher {name}: {first_line(error)}") from error
+    choose_max_length(data.max_length, teacher_tokenizer, config, data.text_pair is not None)

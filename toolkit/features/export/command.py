@@ -16,9 +16,9 @@ from toolkit import launch
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import LengthBuckets, Split, load_split
 from toolkit.errors import UserError, first_line
-from toolkit.evaluation.answers import DECISIONS, ClassAnswers
+from toolkit.evaluation.answers import ClassAnswers
+from toolkit.evaluation.metrics import classification_metrics
 from toolkit.evaluation.saved_model import SavedModel, training_run
-from toolkit.features.export.runtimes import FILES, export_format
 from toolkit.pretrained import quiet_transformers
 from toolkit.utils.cache import cache_folder
 from toolkit.utils.extras import require_extra
@@ -26,6 +26,7 @@ from toolkit.utils.files import explain_write_errors, replace_folder
 
 _PACKAGES = {"openvino": ["openvino"], "onnx": ["onnx", "onnxruntime"]}
 _BATCH = (64, 16384)  # rows, tokens
+_WEIGHTS = shutil.ignore_patterns("*.safetensors*", "*.bin*")
 
 
 def export(options: Namespace) -> None:
@@ -46,31 +47,26 @@ def export(options: Namespace) -> None:
     saved.load(launch.make_accelerator("no"), saved.choose_max_length(None), *_BATCH)
     before = answers.adjust_logits(saved.compute_outputs(validation))
     with explain_write_errors(out), replace_folder(out) as draft, quiet_transformers():
+        shutil.copytree(options.model, draft, ignore=_WEIGHTS, dirs_exist_ok=True)
         _convert(saved, draft, options.to, splits["train"] if options.int8 else None)
-        decisions = Path(options.model, DECISIONS)
-        if decisions.is_file():
-            shutil.copyfile(decisions, draft / DECISIONS)
         exported = SavedModel(str(draft))
         exported.load(saved.accelerator, saved.max_length, *_BATCH)
         after = answers.adjust_logits(exported.compute_outputs(validation))
-        result, changed = compare(before, after, validation.labels, answers.labels)
-        result += f", on {len(validation)} rows of {validation.name}"
+        changed, result = compare(before, after, validation, answers.labels)
         if changed > options.max_changed:
             enough = math.ceil(100 * changed - 1e-6) / 100
             remedy = f"to accept this, pass --max_changed {enough:g}"
             raise UserError(f"{out} was not written: {result}; {remedy}")
-        kind = f"{'int8' if options.int8 else 'float32'}, in {FILES[options.to]}"
         made_with = " and ".join(f"{name} {version(name)}" for name in packages)
-        section = f"The model above for {options.to} ({kind}), made with {made_with}."
-        _add_to_card(draft, Path(options.model), f"{section} Compared with torch: {result}.")
+        precision = "int8" if options.int8 else "float32"
+        with (draft / "README.md").open("a", encoding="utf-8") as card:
+            card.write(f"\n## Exported\n\nThe model above in {precision} for {options.to}, made ")
+            card.write(f"with {made_with}. Compared with torch: {result}.\n")
     print(f"{result}\nwrote {out}: toolkit predict {out} FILE")
 
 
 def _open_model(name: str) -> tuple[SavedModel, ClassAnswers]:
     """Raises UserError for a model that cannot be exported."""
-    kind = export_format(Path(name))
-    if kind:
-        raise UserError(f"{name} is already exported to {kind}: name the original model")
     saved = SavedModel(name)
     if not isinstance(saved.answers, ClassAnswers):
         raise UserError(f"{name} writes titles: toolkit export takes classifiers and regressions")
@@ -94,54 +90,38 @@ def _cached_splits(saved: SavedModel, name: str) -> dict[str, Split]:
 
 
 def _convert(saved: SavedModel, folder: Path, kind: str, calibration: Split | None) -> None:
-    """Writes the graph, the config and the tokenizer."""
+    """Writes the graph. Raises UserError for a model that the converter does not know."""
     from toolkit.features.export.convert import convert
 
     model = saved.model.cpu()
     try:
-        convert(model, folder, kind, calibration)
+        convert(model, saved.tokenizer, folder, kind, calibration)
     except Exception as error:  # each converter raises its own
         reason = f"{type(error).__name__}: {first_line(error)[:300]}"
         why = f"cannot take this {type(model).__name__} [{reason}]"
         raise UserError(f"--to {kind} {why}") from error
-    model.config.save_pretrained(folder)  # with the label names
-    saved.tokenizer.save_pretrained(folder)
 
 
 def compare(
-    before: np.ndarray, after: np.ndarray, truth: np.ndarray, labels: Labels
-) -> tuple[str, float]:
-    """Compares (N, C) scores of torch and of the exported model, whose argmax or sign is the answer
-    -> a sentence, and how many of 100 answers change; for regression, how many percent of the
-    variance of torch's numbers it does not explain."""
+    before: np.ndarray, after: np.ndarray, split: Split, labels: Labels
+) -> tuple[float, str]:
+    """Compares (N, C) scores of torch and of the exported model, whose argmax or sign is the
+    answer: how many of 100 answers differ (for regression how many percent of the variance of
+    torch's numbers the others do not explain), and a sentence."""
     if labels.problem_type == "regression":
         spread = np.square(before - before.mean(axis=0)).sum(axis=0)
         error = np.square(after - before).sum(axis=0)
-        lost = 100 * float((error / np.maximum(spread, 1e-12)).max())
-        return f"{100 - lost:.2f} % of the variance of its numbers is the same", lost
-    torchs = _answers(before, labels)
-    exported = _answers(after, labels)
-    truth = truth.reshape(len(truth), -1)
-    changed = 100 * float((torchs != exported).any(axis=1).mean())
-    accuracy = 100 * float((exported == truth).all(axis=1).mean())
-    of_torch = 100 * float((torchs == truth).all(axis=1).mean())
-    result = f"accuracy {accuracy:.2f} % (torch {of_torch:.2f} %)"
-    return f"{result}, {100 - changed:.2f} % of the answers are the same", changed
-
-
-def _answers(scores: np.ndarray, labels: Labels) -> np.ndarray:
-    """(N, C) scores -> (N, 1) classes, or (N, C) bool."""
-    if labels.problem_type == "single_label_classification":
-        return scores.argmax(axis=1)[:, None]
-    return scores > 0
-
-
-def _add_to_card(folder: Path, source: Path, section: str) -> None:
-    """The model's card, with a section about the export."""
-    card = source / "README.md"
-    text = f"# {source.name}\n"
-    if card.is_file():
-        text = card.read_text(encoding="utf-8")
-    how = "`toolkit predict` takes this folder."
-    text += f"\n## Exported\n\n{section} {how}\n"
-    (folder / "README.md").write_text(text, encoding="utf-8")
+        changed = 100 * float((error / np.maximum(spread, 1e-12)).max())
+        same = "of the variance of its numbers is the same"
+    else:
+        differs = before.argmax(axis=1) != after.argmax(axis=1)
+        if labels.problem_type == "multi_label_classification":
+            differs = ((before > 0) != (after > 0)).any(axis=1)
+        changed = 100 * float(differs.mean())
+        same = "of the answers are the same"
+    metric = "mse" if labels.problem_type == "regression" else "accuracy"
+    of_torch, of_export = (
+        classification_metrics(scores, split.labels, labels)[metric] for scores in (before, after)
+    )
+    result = f"{metric} {of_export:.4f} (torch {of_torch:.4f}), {100 - changed:.2f} % {same}"
+    return changed, f"{result}, on {len(split)} rows of {split.name}"

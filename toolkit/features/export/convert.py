@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from toolkit.data.batches import Collator
 from toolkit.data.tokens import Split
 from toolkit.features.export.runtimes import FILES, INPUTS, no_statistics
 
@@ -24,13 +25,15 @@ _SMOOTHING = 0.8
 predictions, with 0.8 99.4 %."""
 
 
-def convert(model: Any, folder: Path, kind: str, calibration: Split | None) -> None:
+def convert(model: Any, tokenizer: Any, folder: Path, kind: str, calibration: Split | None) -> None:
     """Writes the graph of `kind` (openvino, onnx), in 8 bits with `calibration` texts.
 
     Raises what the converters raise.
     """
     module = _LogitsOnly(model)
-    texts = [] if calibration is None else _texts(calibration, module.names)
+    texts = []
+    if calibration is not None:
+        texts = _texts(calibration, tokenizer, module.names)
     with _quiet():
         if kind == "openvino":
             _to_openvino(module, folder / FILES[kind], texts)
@@ -44,37 +47,29 @@ class _LogitsOnly(torch.nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        parameters = inspect.signature(model.forward).parameters
-        self.names = [name for name in INPUTS if name in parameters]
+        ids = torch.ones(2, 16, dtype=torch.long)
+        mask = ids.clone()
+        mask[0, 9:] = 0  # tracing would drop a mask of ones
+        examples = zip(INPUTS, (ids, mask, torch.zeros_like(ids)), strict=True)
+        accepted = inspect.signature(model.forward).parameters
+        self.examples = {name: tensor for name, tensor in examples if name in accepted}
+        self.names = list(self.examples)
         self.eval()  # the exporter sets the model to its wrapper's mode
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.model(**dict(zip(self.names, tensors, strict=True))).logits
         return logits
 
-    def example(self) -> tuple[torch.Tensor, ...]:
-        mask = torch.ones(2, 16, dtype=torch.long)
-        mask[0, 9:] = 0  # tracing would drop a mask of ones
-        inputs = {"attention_mask": mask, "token_type_ids": torch.zeros_like(mask)}
-        inputs["input_ids"] = torch.ones_like(mask)
-        return tuple(inputs[name] for name in self.names)
 
-
-def _texts(split: Split, names: list[str]) -> list[dict[str, np.ndarray]]:
+def _texts(split: Split, tokenizer: Any, names: list[str]) -> list[dict[str, np.ndarray]]:
     """The inputs, (1, S) int64, of evenly spaced texts, without padding."""
+    collate = Collator(split, tokenizer, torch.device("cpu"))
     count = min(_CALIBRATION_TEXTS, len(split))
     texts = []
-    for row in np.linspace(0, len(split) - 1, count).astype(int).tolist():
-        ids = split.tokens(row)[None].astype(np.int64)
-        types = np.zeros_like(ids)
-        if split.token_types is not None:
-            types = split.token_types[split.span(row)][None].astype(np.int64)
-        inputs = {
-            "input_ids": ids,
-            "attention_mask": np.ones_like(ids),
-            "token_type_ids": types,
-        }
-        texts.append({name: inputs[name] for name in names})
+    for row in np.linspace(0, len(split) - 1, count).astype(int):
+        inputs = collate(row[None]).inputs
+        inputs.setdefault("token_type_ids", torch.zeros_like(inputs["input_ids"]))
+        texts.append({name: inputs[name].numpy() for name in names})
     return texts
 
 
@@ -82,7 +77,9 @@ def _to_openvino(module: _LogitsOnly, file: Path, texts: list[dict[str, np.ndarr
     import openvino
 
     shapes = [openvino.PartialShape([-1, -1])] * len(module.names)
-    graph = openvino.convert_model(module, example_input=module.example(), input=shapes)
+    graph = openvino.convert_model(
+        module, example_input=tuple(module.examples.values()), input=shapes
+    )
     for port, name in zip(graph.inputs, module.names, strict=True):
         port.get_tensor().set_names({name})
     graph.outputs[0].get_tensor().set_names({"logits"})
@@ -96,9 +93,15 @@ def _to_onnx(module: _LogitsOnly, file: Path, texts: list[dict[str, np.ndarray]]
 
     axes = {name: {0: "batch", 1: "length"} for name in module.names}
     torch.onnx.export(
-        module, module.example(), file, input_names=module.names, output_names=["logits"],
-        dynamic_axes=axes | {"logits": {0: "batch"}}, opset_version=_OPSET, dynamo=False,
-    )  # fmt: skip
+        module,
+        tuple(module.examples.values()),
+        file,
+        input_names=module.names,
+        output_names=["logits"],
+        dynamic_axes=axes | {"logits": {0: "batch"}},
+        opset_version=_OPSET,
+        dynamo=False,
+    )
     if texts:
         onnx.save(_to_int8(onnx.load(file), texts), file)
 

@@ -14,7 +14,6 @@ from unittest import mock
 import numpy as np
 import torch
 
-from toolkit.errors import UserError, first_line
 from toolkit.utils.extras import require_extra
 
 FILES = {"openvino": "openvino_model.xml", "onnx": "model.onnx"}
@@ -46,31 +45,19 @@ class ExportedClassifier(torch.nn.Module):
     """Takes the inputs of a batch, and returns an object with `logits` (B, C) float32."""
 
     def __init__(self, folder: Path, config: Any) -> None:
-        """Raises UserError if the runtime is not installed or cannot read the file."""
+        """Raises UserError if the runtime is not installed."""
         super().__init__()
         kind = str(export_format(folder))
         require_extra(kind, kind, _PACKAGES[kind])
         self.config = config
-        self.path = folder / FILES[kind]
         open_graph = {"openvino": _openvino, "onnx": _onnxruntime}[kind]
-        try:
-            self.inputs, self._compute = open_graph(self.path)
-        except Exception as error:  # the runtimes raise various types
-            raise UserError(
-                f"{self.path} cannot be read: {first_line(error)}; export the model again"
-            ) from error
+        self.inputs, self._compute = open_graph(folder / FILES[kind])
 
     def forward(self, **inputs: torch.Tensor) -> SimpleNamespace:
         ids = inputs["input_ids"]
         inputs.setdefault("attention_mask", torch.ones_like(ids))
         inputs.setdefault("token_type_ids", torch.zeros_like(ids))
-        try:
-            logits = self._compute({name: inputs[name].cpu().numpy() for name in self.inputs})
-        except Exception as error:  # the runtimes raise various types
-            batch = " x ".join(map(str, ids.shape))
-            raise UserError(
-                f"{self.path} cannot compute {batch} tokens: {first_line(error)[:300]}"
-            ) from error
+        logits = self._compute({name: inputs[name].cpu().numpy() for name in self.inputs})
         return SimpleNamespace(logits=torch.from_numpy(logits).to(ids.device))
 
 
@@ -91,13 +78,14 @@ def _openvino(path: Path) -> tuple[list[str], Compute]:
     requests = [compiled.create_infer_request() for _ in range(streams)]
 
     def compute(arrays: dict[str, np.ndarray]) -> np.ndarray:
-        parts = {name: np.array_split(array, streams) for name, array in arrays.items()}
-        started = [number for number, part in enumerate(parts["input_ids"]) if len(part)]
-        for number in started:
-            requests[number].start_async({name: parts[name][number] for name in parts})
-        for number in started:
-            requests[number].wait()
-        return np.concatenate([requests[number].get_tensor("logits").data for number in started])
+        samples = len(arrays["input_ids"])
+        parts = np.array_split(np.arange(samples), min(streams, samples))
+        running = requests[: len(parts)]
+        for request, part in zip(running, parts, strict=True):
+            request.start_async({name: array[part] for name, array in arrays.items()})
+        for request in running:
+            request.wait()
+        return np.concatenate([request.get_tensor("logits").data for request in running])
 
     return [port.any_name for port in compiled.inputs], compute
 

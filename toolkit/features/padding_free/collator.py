@@ -41,41 +41,27 @@ class PackedCollator(Collator):
         """`input_ids`, `position_ids` and `token_type_ids` (1, T), and a `Packed` as
         `attention_mask`."""
         num_texts, longest = len(lengths), int(lengths.max())
-        padding = self._padding(len(tokens))
-        width = longest
+        width, total = longest, len(tokens)
         if self.rounds_up:
             width = round_up(longest)
+            limit = self.max_tokens or round_up(total)
+            total = max(total, min(round_up(total), limit))
         # padding texts are no longer than the others: positions are limited
-        padding_texts = [longest] * (padding // longest)
-        if padding % longest:
-            padding_texts.append(padding % longest)
+        padding_texts = np.diff([*range(len(tokens), total, longest), total])
         lengths = np.append(lengths, padding_texts).astype(np.int64)
         starts = np.append(0, lengths.cumsum())
-        positions = np.arange(len(tokens) + padding) - np.repeat(starts[:-1], lengths)
+        positions = np.arange(total) - np.repeat(starts[:-1], lengths)
         places = self.move(np.repeat(np.arange(len(lengths)) * width, lengths) + positions)
         cu_seqlens = self.move(starts.astype(np.int32))
-        packed = Packed(tuple(lengths.tolist()), num_texts, width, cu_seqlens, places)
+        row = (np.array([len(tokens)]), total)
         inputs = {
-            "input_ids": self._row(tokens, padding, self.pad_id),
+            "input_ids": self.padded(tokens, *row, self.pad_id, left=False),
             "position_ids": self.move(positions[None]),
-            "attention_mask": packed,
+            "attention_mask": Packed(tuple(lengths.tolist()), num_texts, width, cu_seqlens, places),
         }
         if types is not None:
-            inputs["token_type_ids"] = self._row(types, padding, self.pad_type)
+            inputs["token_type_ids"] = self.padded(types, *row, self.pad_type, left=False)
         return inputs
-
-    def _padding(self, tokens: int) -> int:
-        """Tokens of padding in a row."""
-        if not self.rounds_up:
-            return 0
-        length = round_up(tokens)
-        if self.max_tokens is not None:
-            length = min(length, max(tokens, self.max_tokens))
-        return length - tokens
-
-    def _row(self, values: np.ndarray, padding: int, filler: int) -> torch.Tensor:
-        """(T,) -> (1, T + padding) int64 on the device."""
-        return self.move(np.concatenate([values, np.full(padding, filler)], dtype=np.int64)[None])
 
     def prepare_model(self, accelerator: Any, model: Any) -> None:
         probe = copy.copy(self)

@@ -6,7 +6,7 @@ from toolkit.utils.lazy import offered
 
 _OFFERED = {
     "data": ("masked_evaluation", "masked_metrics"),
-    "model": ("load_masked_model", "token_cross_entropy"),
+    "model": ("load_masked_model", "masked_sums"),
 }
 
 

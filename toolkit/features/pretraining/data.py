@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,12 +24,12 @@ from toolkit.data.table import Table
 from toolkit.data.targets import Targets
 from toolkit.data.tokens import Split, append_to_npy, cut_long_texts
 from toolkit.errors import UserError
-from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs
+from toolkit.evaluation.outputs import Evaluation, Outputs
 from toolkit.features.pretraining.words import word_starts
 from toolkit.pretrained import load_config
 from toolkit.utils.progress import Progress
 
-_COUNTED_ROWS = 4096
+_BLOCK = 1 << 20  # tokens
 
 
 class Draw(NamedTuple):
@@ -54,13 +54,12 @@ def draw_masks(
     """(T,) bool: the tokens to predict, of samples one after another.
 
     `rows` and `lengths` (samples,); `maskable` (T,) bool; `starts` (T,) bool: the tokens that begin
-    a word; None: each token is a word. A word is masked, all of its maskable tokens, with the
-    probability of the draw; of a sample without any such word the one that came closest."""
+    a word, the first of each sample included; None: each token is a word. A word is masked, all of
+    its maskable tokens, with the probability of the draw; of a sample without any such word the one
+    that came closest."""
     numbers = uniform_numbers(draw, 0, rows, lengths)
     begins = lengths.cumsum() - lengths
     if starts is not None:
-        starts = starts.copy()
-        starts[begins] = True
         places = np.arange(len(numbers))
         numbers = numbers[np.maximum.accumulate(np.where(starts, places, 0))]
     lowest = np.minimum.reduceat(np.where(maskable, numbers, np.inf), begins)
@@ -84,16 +83,10 @@ def uniform_numbers(draw: Draw, stream: int, rows: np.ndarray, lengths: np.ndarr
 
 @dataclass(frozen=True)
 class MaskedSplit(Split):
-    """A split for masked-language modelling; `labels` (samples,) int64: the masked tokens of each
-    text in an evaluation."""
+    """A split for masked-language modelling; it has no labels."""
 
     words: np.ndarray | None = field(default=None, kw_only=True)
     """(tokens,) bool: the first tokens of words; None: single tokens are masked."""
-
-    def loss_denominators(self, indices: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """(samples,) int64: the masked tokens of each sample in an evaluation."""
-        counts: np.ndarray = self.labels[indices]
-        return counts
 
 
 class MaskingCollator(Collator):
@@ -107,12 +100,13 @@ class MaskingCollator(Collator):
     ) -> None:
         """`probability`: of masking, in training."""
         super().__init__(split, tokenizer, device)
+        self.left = False  # encoders count positions from the left
         self.seed = seed
         self.probability = probability
         self.draw = EVALUATION_DRAW
-        self.special = special_tokens(tokenizer)
         self.mask_id = int(tokenizer.mask_token_id)
-        self.ordinary = np.flatnonzero(~self.special)
+        self.is_ordinary = ordinary_tokens(tokenizer)
+        self.ordinary_ids = np.flatnonzero(self.is_ordinary)
 
     def at(self, epoch: int) -> MaskingCollator:
         step = copy.copy(self)
@@ -121,55 +115,50 @@ class MaskingCollator(Collator):
 
     def loss_denominators(self, indices: np.ndarray) -> np.ndarray:
         """(samples,) int64: the masked tokens of each sample."""
-        _, is_masked = self._masks(indices)
-        return _count(is_masked, self.split.lengths[indices])
+        return _count(self.masks(indices), self.split.lengths[indices])
 
     def __call__(self, indices: np.ndarray) -> Batch:
-        """Adds the inputs `target_positions` (B, K), the masked positions, and `target_ids` (B, K),
-        the original tokens there, padded with IGNORED, which are also the labels."""
+        """The labels (B, K) are the original tokens at the masked positions, which are the input
+        `target_positions` (B, K), padded with IGNORED."""
         batch = super().__call__(indices)
         if not len(indices):
             indices = np.zeros(1, np.int64)
         lengths = self.split.lengths[indices]
-        width = batch.inputs["input_ids"].shape[1]
-        ids, is_masked, truth = self.mask_tokens(indices)
+        is_masked = self.masks(indices)
+        ids = self.split.gather(self.split.input_ids, indices)
+        truth = ids[is_masked]
+        ids[is_masked] = self._replacements(indices, is_masked, truth)
         starts = lengths.cumsum() - lengths
-        if self.left:
-            starts = starts - (width - lengths)  # the padding comes first
         positions = np.flatnonzero(is_masked) - np.repeat(starts, lengths)[is_masked]
         counts = _count(is_masked, lengths)
         most = max(1, int(counts.max()))
-        labels = self.padded(truth, counts, most, IGNORED, left=False)  # (B, K)
+        width = batch.inputs["input_ids"].shape[1]
         inputs = {
             "input_ids": self.padded(ids, lengths, width, self.pad_id, self.left),
-            "target_positions": self.padded(positions, counts, most, 0, left=False),
-            "target_ids": labels,
+            "target_positions": self.padded(positions, counts, most, 0, self.left),
         }
+        labels = self.padded(truth, counts, most, IGNORED, self.left)
         return replace(batch, inputs=batch.inputs | inputs, labels=labels)
 
-    def mask_tokens(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of these samples, one after another: ((T,) ids after masking, (T,) bool, the tokens to
-        predict, (n,) their original ids): 80 % become the mask token, 10 % a random token, and 10 %
-        stay (Devlin et al. 2019, BERT, section 3.1)."""
-        ids, is_masked = self._masks(indices)
-        sample = (self.split.rows[indices], self.split.lengths[indices])
-        action = uniform_numbers(self.draw, 1, *sample)[is_masked]
-        choice = uniform_numbers(self.draw, 2, *sample)[is_masked]
-        truth = ids[is_masked]
-        others = self.ordinary[(choice * len(self.ordinary)).astype(np.int64)]
-        ids[is_masked] = np.select([action < 0.8, action < 0.9], [self.mask_id, others], truth)
-        return ids, is_masked, truth
-
-    def _masks(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """((T,) ids, (T,) bool, the tokens to predict) of these samples, one after another."""
+    def masks(self, indices: np.ndarray) -> np.ndarray:
+        """(T,) bool: the tokens to predict of these samples, one after another."""
         split = self.split
-        ids = split.gather(split.input_ids, indices)
         starts = None
         if split.words is not None:
             starts = split.gather(split.words, indices)
-        rows = split.rows[indices]
-        lengths = split.lengths[indices]
-        return ids, draw_masks(self.draw, rows, lengths, ~self.special[ids], starts)
+        maskable = self.is_ordinary[split.gather(split.input_ids, indices)]
+        return draw_masks(self.draw, split.rows[indices], split.lengths[indices], maskable, starts)
+
+    def _replacements(
+        self, indices: np.ndarray, is_masked: np.ndarray, truth: np.ndarray
+    ) -> np.ndarray:
+        """What stands in place of the masked tokens `truth`: of 80 % the mask token, of 10 % a
+        random token, and 10 % stay (Devlin et al. 2019, BERT, section 3.1)."""
+        samples = (self.split.rows[indices], self.split.lengths[indices])
+        action = uniform_numbers(self.draw, 1, *samples)[is_masked]
+        choice = uniform_numbers(self.draw, 2, *samples)[is_masked]
+        others = self.ordinary_ids[(choice * len(self.ordinary_ids)).astype(np.int64)]
+        return np.select([action < 0.8, action < 0.9], [self.mask_id, others], truth)
 
 
 def _count(is_masked: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -202,16 +191,12 @@ class Masks(Targets):
 
     @classmethod
     def check(cls, settings: Any, tokenizer: Any) -> None:
-        name = f"model {settings.model.model_name_or_path}"
         if settings.training.label_smoothing_factor:
-            fault = "--label_smoothing_factor has no effect in pretraining"
-            raise UserError(f"{fault}: leave it out")
+            raise UserError("--label_smoothing_factor has no effect in pretraining: leave it out")
         if tokenizer.mask_token_id is None:
-            fault = "its tokenizer has no mask token"
-            raise UserError(f"{name}: {fault}: take a masked-language model")
-        if settings.masking.whole_word_mask and not tokenizer.is_fast:
-            kind = type(tokenizer).__name__
-            raise UserError(f"{name}: --whole_word_mask needs a fast tokenizer, and {kind} is slow")
+            name = settings.model.model_name_or_path
+            fault = f"model {name}: its tokenizer has no mask token"
+            raise UserError(f"{fault}: take a masked-language model")
 
     @classmethod
     def data_facts(cls, settings: Any) -> dict[str, Any]:
@@ -224,27 +209,23 @@ class Masks(Targets):
         return cls(settings.masking.whole_word_mask)
 
     def save(self, folder: Path, table: Table, encoded: np.ndarray, tokenizer: Any) -> list[str]:
-        """Writes `labels`, and, for whole words, `words`. Raises UserError if no token is
-        maskable."""
+        """Writes `words` if whole words are masked. Raises UserError if no token is maskable."""
         ids = np.load(folder / "input_ids.npy", mmap_mode="r")
-        offsets = np.load(folder / "offsets.npy", mmap_mode="r")
-        words = None
         if self.whole_word_mask:
-            longest = int(np.diff(offsets).max())
-            saved = _save_words(folder, table, copy.deepcopy(tokenizer), longest)
-            if saved != len(ids):
+            lengths = np.diff(np.load(folder / "offsets.npy"))
+            _save_words(folder, table, copy.deepcopy(tokenizer), int(lengths.max()))
+            if len(np.load(folder / "words.npy", mmap_mode="r")) != len(ids):
                 name = type(tokenizer).__name__
-                fault = f"the character offsets of {name} are wrong"
-                raise UserError(f"--whole_word_mask: {fault}: leave it out")
-            words = np.load(folder / "words.npy", mmap_mode="r")
-        ordinary = ~special_tokens(tokenizer)
-        counts = _counts_in_evaluations(ids, offsets, table.row_numbers, words, ordinary)
-        np.save(folder / "labels.npy", counts)
-        if not counts.any():
+                raise UserError(
+                    f"--whole_word_mask: {name} has wrong character offsets: leave it out"
+                )
+        is_ordinary = ordinary_tokens(tokenizer)
+        blocks = range(0, len(ids), _BLOCK)
+        if not any(is_ordinary[ids[start : start + _BLOCK]].any() for start in blocks):
             fault = f"the texts of {folder.name} are special and unknown tokens only"
             remedy = "name the --text_column, or take a model for their language"
             raise UserError(f"{table.name}: {fault}: {remedy}")
-        return []
+        return super().save(folder, table, encoded, tokenizer)
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -259,85 +240,62 @@ class Masks(Targets):
         return "masked tokens"
 
 
-def _counts_in_evaluations(
-    ids: np.ndarray,
-    offsets: np.ndarray,
-    rows: np.ndarray,
-    words: np.ndarray | None,
-    ordinary: np.ndarray,
-) -> np.ndarray:
-    """(samples,) int64: the tokens that `EVALUATION_DRAW` masks; thousands of samples at a time."""
-    parts = []
-    for first in range(0, len(rows), _COUNTED_ROWS):
-        bounds = offsets[first : first + _COUNTED_ROWS + 1]
-        span = slice(int(bounds[0]), int(bounds[-1]))
-        lengths = np.diff(bounds)
-        starts = words[span] if words is not None else None
-        numbers = rows[first : first + len(lengths)]
-        is_masked = draw_masks(EVALUATION_DRAW, numbers, lengths, ordinary[ids[span]], starts)
-        parts.append(_count(is_masked, lengths))
-    return np.concatenate(parts)
-
-
-def _save_words(folder: Path, table: Table, tokenizer: Any, max_length: int) -> int:
-    """Writes `words`, and returns its number of tokens."""
+def _save_words(folder: Path, table: Table, tokenizer: Any, max_length: int) -> None:
+    """Writes `words`."""
     bar = Progress(f"words of {folder.name}", len(table), "texts")
+    options = {"truncation": True, "max_length": max_length}
+    tokenizer(["a"], **options)  # sets the truncation, for `cut_long_texts`
     texts_done = 0
-    tokens = 0
-    # sets the truncation, for `cut_long_texts`
-    tokenizer(["a"], truncation=True, max_length=max_length)
     with append_to_npy(folder / "words.npy", np.bool_) as append:
-        for whole, _ in table.texts():
-            texts = list(cut_long_texts(tokenizer, whole, max_length))
-            encoded = tokenizer(
-                texts, truncation=True, max_length=max_length, return_offsets_mapping=True
-            )
-            starts = np.concatenate([*map(word_starts, texts, encoded["offset_mapping"])])
-            append(starts)
+        for block, _ in table.texts():
+            texts = cut_long_texts(tokenizer, block, max_length)
+            encoded = tokenizer(list(texts), return_offsets_mapping=True, **options)
+            for text, offsets in zip(texts, encoded["offset_mapping"], strict=True):
+                append(word_starts(text, offsets))
             texts_done += len(texts)
-            tokens += len(starts)
             bar.update(texts_done)
     bar.close()
-    return tokens
 
 
-def special_tokens(tokenizer: Any) -> np.ndarray:
-    """(vocabulary,) bool: special tokens, [UNK] included, which are never masked nor drawn as
-    replacements."""
-    special = np.zeros(max(tokenizer.get_vocab().values()) + 1, np.bool_)
-    special[tokenizer.all_special_ids] = True
-    return special
+def ordinary_tokens(tokenizer: Any) -> np.ndarray:
+    """(vocabulary,) bool: false for special tokens, [UNK] included, which are never masked nor
+    drawn as replacements."""
+    is_ordinary = np.ones(max(tokenizer.get_vocab().values()) + 1, np.bool_)
+    is_ordinary[tokenizer.all_special_ids] = False
+    return is_ordinary
 
 
-def masked_metrics(sums: np.ndarray, counts: np.ndarray) -> dict[str, Any]:
-    """(N, 2) sums of losses and of correct predictions over each text's masked tokens, and (N,)
-    their counts -> metrics over all masked tokens."""
-    loss, right = (sums.sum(axis=0, dtype=np.float64) / counts.sum()).tolist()
+def masked_metrics(sums: np.ndarray) -> dict[str, Any]:
+    """(N, 3) of `masked_sums` -> metrics over all masked tokens."""
+    loss, correct, count = sums.sum(axis=0).tolist()
+    tokens = max(1, count)  # a trial's texts may have none
     return {
-        "perplexity": math.exp(min(loss, 700)),
-        "masked_accuracy": right,
-        "masked_tokens": int(counts.sum()),
+        "perplexity": math.exp(min(loss / tokens, 700)),
+        "masked_accuracy": correct / tokens,
+        "masked_tokens": int(count),
     }
 
 
-def masked_evaluation(outputs: Outputs, compute_metrics: ComputeMetrics) -> Evaluation:
-    """The evaluation from gathered sums (N, 2); all ranks get the metrics."""
+def masked_evaluation(
+    outputs: Outputs, compute_metrics: Callable[[np.ndarray], dict[str, Any]]
+) -> Evaluation:
+    """The evaluation from gathered `masked_sums` (N, 3); all ranks get the metrics."""
     arrays = outputs.in_order()
     if not arrays:
         return outputs.make_evaluation()
-    (sums,) = arrays
-    counts = outputs.split.loss_denominators()
-    lines = partial(_lines, outputs.split, sums, counts.tolist())
-    return outputs.make_evaluation(sums[:, 0], compute_metrics(sums, counts), lines)
+    sums = arrays[0].astype(np.float64)
+    # so that their mean over texts is the mean over masked tokens
+    losses = sums[:, 0] * (len(sums) / max(1, sums[:, 2].sum()))
+    lines = partial(_lines, outputs.split.rows, sums)
+    return outputs.make_evaluation(losses, compute_metrics(sums), lines)
 
 
-def _lines(split: Split, sums: np.ndarray, counts: list[int]) -> Iterator[dict[str, Any]]:
-    for row, count, (loss, right) in zip(split.rows, counts, sums.tolist(), strict=True):
-        tokens = max(1, count)
+def _lines(rows: np.ndarray, sums: np.ndarray) -> Iterator[dict[str, Any]]:
+    for row, (loss, correct, tokens) in zip(rows.tolist(), sums.tolist(), strict=True):
         yield {
-            "id": int(row),
-            "masked_tokens": count,
-            "loss": round(loss / tokens, 6),
-            "scores": {"masked_accuracy": round(right / tokens, 6)},
-            "weight": count,
+            "id": row,
+            "masked_tokens": int(tokens),
+            "loss": round(loss / max(1, tokens), 6),
+            "scores": {"masked_accuracy": round(correct / max(1, tokens), 6)},
+            "weight": int(tokens),
         }

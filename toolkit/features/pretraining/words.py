@@ -47,15 +47,13 @@ def words_of(text: str) -> Iterator[tuple[int, int]]:
 def word_starts(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
     """(tokens,) bool: whether each token, with the character range in `offsets`, begins a word.
     Words that share a token count as one, and a token of spaces as a word."""
-    characters = np.arange(len(text) + 1)
-    word_at = np.full(len(text) + 1, -1)  # by character
+    word_at = [-1] * len(text)  # of each character; -1: none
     for word, (start, end) in enumerate(words_of(text)):
-        word_at[start:end] = word
-    following = np.minimum.accumulate(np.where(word_at >= 0, characters, len(text))[::-1])[::-1]
-    preceding = np.maximum.accumulate(np.where(word_at >= 0, characters, -1))
-    begins, ends = np.array(offsets, np.int64).reshape(-1, 2).T
-    first = np.where(following[begins] < ends, word_at[following[begins]], -1)
-    last = np.where(
-        (begins < ends) & (preceding[ends - 1] >= begins), word_at[preceding[ends - 1]], -1
-    )
-    return np.append(True, (first[1:] != last[:-1]) | (first[1:] < 0))
+        word_at[start:end] = [word] * (end - start)
+    starts = []
+    previous = -1
+    for begin, end in offsets:
+        words = [word for word in word_at[begin:end] if word >= 0] or [-1]
+        starts.append(words[0] < 0 or words[0] != previous)
+        previous = words[-1]
+    return np.array(starts, np.bool_)
