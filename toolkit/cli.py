@@ -49,7 +49,7 @@ def main() -> None:
     table = commands()
     command = table.get(sys.argv[1]) if sys.argv[1:] else None
     relaunches = command is None or command.relaunches
-    launch.run(lambda: _run(table), module="toolkit", relaunches=relaunches)
+    launch.run(lambda: _run(table), relaunches=relaunches)
 
 
 def _run(table: dict[str, Command]) -> None:

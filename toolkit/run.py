@@ -24,7 +24,6 @@ from toolkit.evaluation import Best, Evaluation, Outputs
 from toolkit.evaluation.answers import Answers, ClassAnswers
 from toolkit.evaluation.outputs import BatchSizes
 from toolkit.evaluation.saved_model import COLUMNS
-from toolkit.launch.exit_state import exit_state
 from toolkit.launch.signals import StopRequested
 from toolkit.pretrained import load_config
 from toolkit.report.files import RunFiles
@@ -161,8 +160,6 @@ class Run:
         self.checkpoints = Checkpoints(
             self._steps, self.tokenizer, self.best, self.folder.path, self.facts
         )
-        fault = "`run.finish(evaluate)` was not called: no results were written"
-        exit_state.unfinished = f"{self.folder.path}: {fault}"
 
     def outputs(self, split: Split) -> Outputs:
         """Collects the outputs for a split, each sample once."""
@@ -304,7 +301,6 @@ class Run:
             self.say(f"no report of the stopped run: {first_line(error)}")
 
     def _close(self) -> None:
-        exit_state.unfinished = ""
         self.checkpoints.wait()
         self._log.close()
 

@@ -48,7 +48,6 @@ def cached_folder(
             "folder (export TOOLKIT_CACHE=$(mktemp -d), say), or free space if the disk is full"
         ) from error
     if accelerator is not None:
-        launch.wait_for_all(f"the {kind} {digest}")
         launch.require_equal(accelerator, f"the {kind}", {"source": digest})
 
 

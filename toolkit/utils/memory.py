@@ -23,7 +23,7 @@ _MESSAGES = re.compile(
     r"|could not create a primitive$|failed to map segment",
     re.IGNORECASE | re.MULTILINE,
 )
-_CGROUP = Path("/sys/fs/cgroup")
+_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # malloc.h
 _KEEPING = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1}
 _DEFAULTS = {_M_MMAP_MAX: 65536, _M_MMAP_THRESHOLD: 32 << 20, _M_TRIM_THRESHOLD: 64 << 20}
@@ -127,11 +127,5 @@ def machine_memory() -> int:
     import psutil
 
     size = psutil.virtual_memory().total
-    limit = read_cgroup("memory.max")
-    return min(size, int(limit)) if limit.isdigit() else size
-
-
-def read_cgroup(name: str) -> str:
-    """This file of a container's control group (version 2); empty if there is none."""
-    file = _CGROUP / name
-    return file.read_text(encoding="ascii").strip() if file.is_file() else ""
+    limit = _CONTAINER_LIMIT.read_text(encoding="ascii") if _CONTAINER_LIMIT.is_file() else ""
+    return min(size, int(limit)) if limit.strip().isdigit() else size
