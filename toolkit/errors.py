@@ -78,7 +78,7 @@ def last_error(log: Path, start: int = 0) -> str:
 
 # escape sequences, line breaks, bidirectional controls, and lone surrogates, which no file can hold
 _UNPRINTABLE = re.compile(
-    r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]+",
+    r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]+"
 )
 
 

@@ -179,9 +179,7 @@ def _load_error(name: str, attention: str | None, error: Exception) -> str:
 
 @cache
 def check_reachable(
-    name: str,
-    kind: Literal["model", "dataset"] = "model",
-    copy: Path | None = None,
+    name: str, kind: Literal["model", "dataset"] = "model", copy: Path | None = None
 ) -> None:
     """Asks the hub for a name once, because libraries retry each file for a minute. If the hub
     cannot be reached, the copy in the cache (`copy` for a data set) is used. Raises UserError if

@@ -12,12 +12,7 @@ from toolkit.utils.features import Command
 from toolkit.utils.files import templates
 
 # the files to copy
-_PATTERNS = (
-    "recipes/*.py",
-    "recipes/*.yaml",
-    "accelerate_configs/*.yaml",
-    "ds_configs/*.json",
-)
+_PATTERNS = ("recipes/*.py", "recipes/*.yaml", "accelerate_configs/*.yaml", "ds_configs/*.json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -191,10 +191,7 @@ def _set_address(place: Place, env: MutableMapping[str, str]) -> None:
 
 
 def parse_int(
-    name: str,
-    value: object,
-    path: Path | None = None,
-    minimum: int | None = None,
+    name: str, value: object, path: Path | None = None, minimum: int | None = None
 ) -> int:
     """Raises UserError, naming `path` and `name`, unless `value` is a whole number of at least
     `minimum`."""

@@ -38,10 +38,7 @@ def name_machine(host: str, ranks: Sequence[int]) -> str:
 
 
 def find_machines(
-    options: Mapping[str, str | None],
-    config: Mapping[str, Any],
-    path: Path,
-    env: Mapping[str, str],
+    options: Mapping[str, str | None], config: Mapping[str, Any], path: Path, env: Mapping[str, str]
 ) -> Machines:
     """The machines, from the options after the script, an accelerate config and the environment.
 

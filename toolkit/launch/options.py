@@ -163,10 +163,7 @@ def plan_launch(
 
 
 def count_processes(
-    options: argparse.Namespace,
-    config: Mapping[str, Any],
-    path: Path,
-    machines: int,
+    options: argparse.Namespace, config: Mapping[str, Any], path: Path, machines: int
 ) -> int:
     """Processes over all machines; by default one for each of this one's devices on each."""
     kind = config["distributed_type"]

@@ -192,10 +192,7 @@ def _choose_precision(setting: str | None, world: World, device: str) -> str | N
 
 
 def _create(
-    mixed_precision: str | None,
-    device: str,
-    uses_deepspeed: bool,
-    options: Mapping[str, Any],
+    mixed_precision: str | None, device: str, uses_deepspeed: bool, options: Mapping[str, Any]
 ) -> Accelerator:
     import torch
     from accelerate import Accelerator, DistributedDataParallelKwargs
@@ -204,10 +201,7 @@ def _create(
     handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     try:
         accelerator = Accelerator(
-            mixed_precision=mixed_precision,
-            cpu=on_cpu,
-            kwargs_handlers=handlers,
-            **options,
+            mixed_precision=mixed_precision, cpu=on_cpu, kwargs_handlers=handlers, **options
         )
     except ValueError as error:  # accelerate's, of its settings
         file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")

@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def cached_folder(
-    kind: str,
-    digest: str,
-    accelerator: Accelerator | None,
-    source: str = "",
+    kind: str, digest: str, accelerator: Accelerator | None, source: str = ""
 ) -> Iterator[tuple[Path, Path | None]]:
     """Yields (the cache folder `kind`/`digest`, a draft to fill, or None if the folder exists).
 

@@ -44,21 +44,20 @@ def explain(batch: Any, recomputes: bool | None, error: Exception) -> str | None
     width = math.ceil(batch.inputs["input_ids"].numel() / samples)  # tokens, on average
     when = "a training step, with a micro-batch"
     size_setting = "--per_device_batch_size"
-    in_predict = ""
     if recomputes is None:
-        when = "an evaluation, with a batch"
+        when = "an evaluation (for toolkit predict: --per_device_batch_size), with a batch"
         size_setting = "--per_device_eval_batch_size"
-        in_predict = f" (toolkit predict: --per_device_batch_size {samples // 2})"
     ways = []
     if samples > 1:
-        ways.append(f"{size_setting} {samples // 2}{in_predict}")
+        ways.append(f"{size_setting} {samples // 2}")
         ways.append(f"--max_tokens_per_batch {max(width, samples * width // 2)}")
     if recomputes is False:
         ways.append("--gradient_checkpointing true")
     ways.append(f"--max_length {width // 2}")
-    batch_size = f"{samples} x {width} tokens"
-    cause = first_line(error)
-    return f"out of memory in {when} of {batch_size}: pass {', or '.join(ways)} [{cause}]"
+    return (
+        f"out of memory in {when} of {samples} x {width} tokens: pass {', or '.join(ways)} "
+        f"[{first_line(error)}]"
+    )
 
 
 def explain_without_batch(error: Exception) -> str | None:

@@ -46,8 +46,9 @@ def check_requirements(extra: str = "") -> None:
             faults.append(f"{needed.name} {version}")
             remedies.append(f"'{needed.name}{needed.specifier}'")
     if faults:
-        command = f"pip install {' '.join(remedies)}"
-        raise UserError(f"unsupported versions: {', '.join(faults)}: {command}")
+        raise UserError(
+            f"unsupported versions: {', '.join(faults)}: pip install {' '.join(remedies)}"
+        )
 
 
 def _is_older(version: str, specifier: Any) -> bool:
@@ -68,12 +69,10 @@ def comparable_versions(script: str | Path | None = None) -> dict[str, str | Non
 def code_digest(script: str | Path | None = None) -> str:
     """12 hex digits of a digest of this package's modules and the script."""
     paths = sorted(_ROOT.rglob("*.py"))
-    if script is not None and Path(script).suffix == ".py":
+    if script and Path(script).suffix == ".py" and Path(script).is_file():
         paths.append(Path(script))
-    digest = hashlib.sha256()
-    for path in paths:
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
+    contents = b"".join(path.name.encode() + path.read_bytes() for path in paths)
+    return hashlib.sha256(contents).hexdigest()[:12]
 
 
 def describe_differences(tables: Sequence[Table]) -> str:
