@@ -146,11 +146,6 @@ def max_restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
 
 
-def launcher_serves_store() -> bool:
-    """Whether the launcher serves torch's store, and not rank 0."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 def user_threads(env: Mapping[str, str]) -> int | None:
     """OMP_NUM_THREADS as the user set it; None if it is unset, or the 1 that `torchrun` and
     `accelerate launch` set however many cores there are."""

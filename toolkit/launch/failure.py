@@ -154,14 +154,15 @@ def fail(failure: Failure) -> NoReturn:
         with contextlib.suppress(OSError):  # the launcher was killed, or the disk is full
             Path(file).write_text(json.dumps(asdict(failure)), encoding="utf-8")
     elif failure.code != INTERRUPTED or _place().rank == 0:  # Ctrl-C reaches all of a terminal
-        _wait_for_cause(failure, _place())
+        _wait_for_cause(failure)
         exit_with(failure)
     _exit(failure.code)
 
 
-def _wait_for_cause(failure: Failure, place: Place) -> None:
+def _wait_for_cause(failure: Failure) -> None:
     """Lets another process print its failure: local rank 0, if all fail alike, or the one that has
     caused this one. Then the launcher, or the heartbeat's thread, ends this process."""
+    place = _place()
     if not failure.is_effect and not place.local_rank:
         return
     _close_resources()

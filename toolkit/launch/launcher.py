@@ -14,7 +14,7 @@ import signal
 import socket
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
 
@@ -44,14 +44,43 @@ def launch(request: Request) -> int:
         return Launcher(request, Path(folder)).run()
 
 
+@dataclass(frozen=True)
+class Rank:
+    """A process of this machine."""
+
+    name: str
+    process: Popen[bytes]
+    error_file: Path
+    """Where it leaves its failure."""
+
+    def failure(self, requested: int) -> Failure | None:
+        """Its failure, if it has ended with one. `requested`: the stop signal that it was sent."""
+        code = self.process.poll()
+        if not code:
+            return None
+        with contextlib.suppress(OSError, ValueError):
+            return Failure(**json.loads(self.error_file.read_text(encoding="utf-8")))
+        if code - 128 in STOP_SIGNALS:  # it has stopped after a step
+            return None
+        if code > 0:
+            return Failure(f"error: {self.name} exited with code {code}", code)
+        name = signal.Signals(-code).name
+        if -code == requested:  # before it could handle it
+            line = "interrupted" if -code == signal.SIGINT else f"error: stopped by {name}"
+            return Failure(line, 128 - code, permanent=True)
+        hint = ""
+        if -code == signal.SIGKILL:
+            hint = ", by a user, a scheduler or the kernel if memory ran out (`dmesg | tail`)"
+        line = f"error: {self.name} was killed by {name}{hint}{RESUME_HINT}"
+        return Failure(line, is_effect=-code == signal.SIGABRT)  # NCCL's watchdog
+
+
 class Launcher:
     def __init__(self, request: Request, folder: Path) -> None:
         self.request = request
         self.folder = folder
         self.here = request.processes // request.machines.count  # processes on this machine
-        self.first_rank = request.machines.rank * self.here
-        self.host = socket.gethostname()
-        self.ranks: list[Popen[bytes]] = []
+        self.ranks: list[Rank] = []
         self.signals = StopSignals(prints=False)
 
     def run(self) -> int:
@@ -59,12 +88,16 @@ class Launcher:
         variables = accelerate_environment(request)
         device = "cpu" if request.use_cpu else device_type()
         facts = facts_to_compare(request.script[0], device, request.processes)
-        self.met = meet_launchers(request.machines, facts, timeout_seconds("rendezvous_timeout"))
+        met = meet_launchers(request.machines, facts, timeout_seconds("rendezvous_timeout"))
+        starts = range(0, request.processes, self.here)
+        ranks = [list(range(start, start + self.here)) for start in starts]
+        self.store = met.store
+        self.machines = list(zip(met.hosts, ranks, strict=True))
         with self.signals:
             for attempt in range(request.max_restarts + 1):
                 failure = self._run_attempt(variables, attempt)
                 if failure is None:
-                    return max(rank.returncode for rank in self.ranks)
+                    return max(rank.process.returncode for rank in self.ranks)
                 line = failure.text or failure.line
                 is_last = attempt == request.max_restarts
                 if is_last or failure.permanent or self.signals.requested:
@@ -74,7 +107,12 @@ class Launcher:
         return failure.code
 
     def _run_attempt(self, variables: dict[str, str], attempt: int) -> Failure | None:
-        board = self._make_board(attempt)
+        from torch.distributed import PrefixStore
+
+        store = PrefixStore(f"attempt {attempt}", self.store)
+        names = [name_machine(*machine) for machine in self.machines]
+        me, seconds = self.request.machines.rank, timeout_seconds("peer_timeout")
+        board = Board(store, names, me, seconds)
         self._start(variables, attempt)
         try:
             failure = self._watch(board)
@@ -84,24 +122,11 @@ class Launcher:
             self._stop(signal.SIGINT)
         return failure
 
-    def _make_board(self, attempt: int) -> Board:
-        from torch.distributed import PrefixStore
-
-        names = [name_machine(*machine) for machine in self._machines()]
-        store = PrefixStore(f"attempt {attempt}", self.met.store)
-        return Board(store, names, self.request.machines.rank, timeout_seconds("peer_timeout"))
-
-    def _machines(self) -> list[tuple[str, list[int]]]:
-        """(host, its ranks) of each."""
-        starts = range(0, self.request.processes, self.here)
-        ranks = [list(range(start, start + self.here)) for start in starts]
-        return list(zip(self.met.hosts, ranks, strict=True))
-
     # --- the processes of this machine
 
     def _start(self, variables: dict[str, str], attempt: int) -> None:
         request = self.request
-        marker = {**request.marker(), "machines": self._machines()}
+        marker = {**request.marker(), "machines": self.machines}
         self.ranks = []
         common = {
             **clean_environment(os.environ), **variables,
@@ -109,31 +134,29 @@ class Launcher:
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "TORCHELASTIC_MAX_RESTARTS": str(request.max_restarts),
         }  # fmt: skip
+        first = request.machines.rank * self.here
         for local in range(self.here):
-            file = self._error_file(local)
-            file.unlink(missing_ok=True)
-            env = {**common, ERROR_FILE: str(file), **self._torch_variables(local, common)}
+            file = self.folder / f"attempt-{attempt}-rank-{local}.json"
+            env = {**common, ERROR_FILE: str(file), **self._torch_variables(first, local, common)}
             # in a session of its own: a terminal's Ctrl-C reaches the launcher alone
-            rank = Popen(request.command(), env=env, stdin=DEVNULL, start_new_session=True)
-            self.ranks.append(rank)
+            process = Popen(request.command(), env=env, stdin=DEVNULL, start_new_session=True)
+            name = f"rank {first + local} on {socket.gethostname()}"
+            self.ranks.append(Rank(name, process, file))
 
-    def _torch_variables(self, local: int, env: dict[str, str]) -> dict[str, str]:
+    def _torch_variables(self, first: int, local: int, env: dict[str, str]) -> dict[str, str]:
         """None for a single process of no strategy, which needs no group."""
         sharded = {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"} & env.keys()
         if self.request.processes == 1 and not sharded:
             return {}
         return {
-            "RANK": str(self.first_rank + local),
+            "RANK": str(first + local),
             "WORLD_SIZE": str(self.request.processes),
             "LOCAL_RANK": str(local),
             "LOCAL_WORLD_SIZE": str(self.here),
-            "MASTER_ADDR": self.met.store.host,
-            "MASTER_PORT": str(self.met.store.port),
+            "MASTER_ADDR": self.store.host,
+            "MASTER_PORT": str(self.store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # a group made by hand finds this store, too
         }
-
-    def _error_file(self, local: int) -> Path:
-        return self.folder / f"rank-{local}.json"
 
     def _watch(self, board: Board) -> Failure | None:
         """The run's first failure on any machine; None when all have ended well. Passes the first
@@ -150,7 +173,7 @@ class Launcher:
                 effect_since = min(effect_since, now)
             if failure and (not failure.is_effect or now > effect_since + cause_seconds):
                 return board.publish(failure)
-            if failure is None and all(rank.poll() is not None for rank in self.ranks):
+            if failure is None and all(rank.process.poll() is not None for rank in self.ranks):
                 return board.finish()
             if self.signals.requested and not is_passed_on:
                 is_passed_on = True
@@ -159,34 +182,13 @@ class Launcher:
 
     def _first_failure(self) -> Failure | None:
         """The failure of one of this machine's processes, a cause if there is one."""
-        failures = []
-        for local, rank in enumerate(self.ranks):
-            code = rank.poll() or 0
-            stopped = code - 128 in STOP_SIGNALS and not self._error_file(local).exists()
-            if code and not stopped:
-                failures.append(self._describe(local, code))
+        failures = filter(None, [rank.failure(self.signals.requested) for rank in self.ranks])
         first = min(failures, key=lambda failure: failure.is_effect, default=None)
-        ended = [local for local, rank in enumerate(self.ranks) if rank.poll() == 0]
+        ended = [rank.name for rank in self.ranks if rank.process.poll() == 0]
         if first and first.is_effect and ended:
-            who = f"rank {self.first_rank + ended[0]}"
-            return replace(first, line=f"{first.line} ({who} has ended without an error)")
+            line = f"{first.line} ({ended[0]} has ended without an error)"
+            return replace(first, line=line)
         return first
-
-    def _describe(self, local: int, code: int) -> Failure:
-        who = f"rank {self.first_rank + local} on {self.host}"
-        with contextlib.suppress(OSError, ValueError):
-            return Failure(**json.loads(self._error_file(local).read_text(encoding="utf-8")))
-        if code > 0:
-            return Failure(f"error: {who} exited with code {code}", code)
-        name = signal.Signals(-code).name
-        if -code == self.signals.requested:  # before it could handle it
-            line = "interrupted" if -code == signal.SIGINT else f"error: stopped by {name}"
-            return Failure(line, 128 - code, permanent=True)
-        hint = ""
-        if -code == signal.SIGKILL:
-            hint = ", by a user, a scheduler or the kernel if memory ran out (`dmesg | tail`)"
-        line = f"error: {who} was killed by {name}{hint}{RESUME_HINT}"
-        return Failure(line, is_effect=-code == signal.SIGABRT)  # NCCL's watchdog
 
     def _stop(self, number: int) -> None:
         """Ends all processes, with a signal first."""
@@ -194,12 +196,11 @@ class Launcher:
         deadline = time.monotonic() + _STOP_SECONDS
         for rank in self.ranks:
             with contextlib.suppress(TimeoutExpired):
-                rank.wait(max(0.0, deadline - time.monotonic()))
+                rank.process.wait(max(0.0, deadline - time.monotonic()))
         self._send(signal.SIGKILL)
         for rank in self.ranks:
-            rank.wait()
+            rank.process.wait()
 
     def _send(self, number: int) -> None:
         for rank in self.ranks:
-            if rank.poll() is None:
-                rank.send_signal(number)
+            rank.process.send_signal(number)  # does nothing if it has ended

@@ -95,7 +95,11 @@ def take_options(argv: list[str]) -> tuple[list[str], Request | None]:
     """
     options, rest = split_arguments(argv[1:])
     script = [argv[0], *rest]
-    _set_timeouts(options)
+    for name in environment.TIMEOUTS:
+        value = getattr(options, name)
+        if value is not None:
+            parse_int(f"--{name} (seconds)", value, minimum=1)
+            os.environ[timeout_variable(name)] = value
     if options.deepspeed_config:
         os.environ[DEEPSPEED_CONFIG] = options.deepspeed_config
     present = [name for name in _LAUNCH if getattr(options, name) is not None]
@@ -112,14 +116,6 @@ def take_options(argv: list[str]) -> tuple[list[str], Request | None]:
     request = plan_launch(options, script, os.environ, argv)
     _refuse_other_launch(place, request)
     return script, request
-
-
-def _set_timeouts(options: argparse.Namespace) -> None:
-    for name in environment.TIMEOUTS:
-        value = getattr(options, name)
-        if value is not None:
-            parse_int(f"--{name} (seconds)", value, minimum=1)
-            os.environ[timeout_variable(name)] = value
 
 
 def _refuse_other_launch(place: environment.Place, request: Request) -> None:

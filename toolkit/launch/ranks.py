@@ -59,7 +59,8 @@ def _connect(place: Place, device: str) -> World:
     if place.world_size == 1:
         return World(place, HashStore())
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    serves = place.rank == 0 and not environment.launcher_serves_store()
+    launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = place.rank == 0 and not launcher_serves
     seconds = timeout_seconds("rendezvous_timeout")
     server = open_store(address, port, serves, place.is_local, seconds)
     os.environ["MASTER_ADDR"] = server.host

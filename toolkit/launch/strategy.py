@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
@@ -82,21 +81,16 @@ def check_config() -> None:
 
 
 def requested_processes(place: Place) -> tuple[int, str]:
-    """(number of processes requested, by which file or launcher)."""
+    """(number of processes requested, by which file or launcher). `accelerate launch` silently
+    starts one process for MULTI_CPU, whatever its file requests."""
+    from accelerate.commands.config import config_args
+
     request = environment.launch_request()
     if request:
         return int(request["num_processes"]), str(request["config_file"])
     options = environment.accelerate_options()
-    if options and place.world_size == 1:
-        return _requested_of(options)
-    return place.world_size, place.launcher
-
-
-def _requested_of(options: argparse.Namespace) -> tuple[int, str]:
-    """The same for `accelerate launch` with these options, which for MULTI_CPU silently starts one
-    process, whatever the file requests."""
-    from accelerate.commands.config import config_args
-
+    if options is None or place.world_size > 1:
+        return place.world_size, place.launcher
     if options.num_processes is not None:
         return options.num_processes, "accelerate launch --num_processes"
     # without a file it silently uses the user's default one
