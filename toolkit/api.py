@@ -46,8 +46,10 @@ def evaluate(model: str | Path, texts: Any, truth: Sequence[Any], **sizes: int) 
     UserError, too, if the numbers of texts and labels differ, or are 0."""
     columns = _columns(texts)
     if not 0 < len(columns[0]) == len(truth):
-        counts = f"{len(columns[0])} texts and {len(truth)} labels"
-        raise UserError(f"{counts}: pass one label for each text, at least one")
+        raise UserError(
+            f"{len(columns[0])} texts and {len(truth)} labels: pass one label for each text, at "
+            "least one"
+        )
     saved, outputs = _outputs(model, columns, **sizes)
     if outputs is None:
         return {}
@@ -67,8 +69,9 @@ def _outputs(
         return saved, None
     column = training_run(str(model))["data"].get("text_pair")
     if column and not pairs:
-        remedy = "pass a list of (str, str) pairs"
-        raise UserError(f"{model} reads pairs (--text_pair {column}): {remedy}")
+        raise UserError(
+            f"{model} reads pairs (--text_pair {column}): pass a list of (str, str) pairs"
+        )
     accelerator = launch.make_accelerator()
     rows = enumerate(zip(*columns, strict=True))
     empty = [number for number, texts in rows if not all(text.strip() for text in texts)]
@@ -83,17 +86,16 @@ def _outputs(
 def _columns(texts: Any) -> tuple[list[str], ...]:
     """The texts; for pairs the first and the second texts. Raises UserError for anything else."""
     hint = "pass a list of str, a list of (str, str) pairs, or a column of a data frame"
-    is_sequence = hasattr(texts, "__len__") and hasattr(texts, "__getitem__")
     # the items of a dict or a DataFrame are its columns' names
-    if not is_sequence or isinstance(texts, str | bytes | Mapping) or getattr(texts, "ndim", 1) > 1:
+    if isinstance(texts, str | bytes | Mapping) or getattr(texts, "ndim", 1) > 1:
         raise UserError(f"the texts are of type {type(texts).__name__}: {hint}")
-    rows = [tuple(item) if isinstance(item, tuple | list) else (item,) for item in texts]
+    rows = [item if isinstance(item, tuple | list) else (item,) for item in texts]
     width = len(rows[0]) if rows else 1
     for number, row in enumerate(rows, 1):
         is_text = all(isinstance(text, str) for text in row)
         if not is_text or len(row) != width or width > 2:
             raise UserError(f"texts, row {number}: {repr(row)[:60]} is unlike the others: {hint}")
-    return tuple([str(row[place]) for row in rows] for place in range(width))
+    return tuple([row[place] for row in rows] for place in range(width))
 
 
 def convert(checkpoint: str | Path, out: str | Path, **options: Any) -> list[str]:

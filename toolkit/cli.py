@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit import __version__, launch
 from toolkit.commands import convert, init, prepare, report, to_bigbird
-from toolkit.errors import Parser, UserError, did_you_mean
+from toolkit.errors import Parser
 from toolkit.utils import collector
 from toolkit.utils.features import Command, features
 
@@ -53,22 +53,17 @@ def main() -> None:
 
 
 def _run(table: dict[str, Command]) -> None:
-    words = sys.argv[1:]
-    if not words:
-        build_parser(table).print_help()
-        return
+    words = sys.argv[1:] or ["--help"]
     command = table.get(words[0])
+    parser = build_parser(table)
     if command is None:
-        if not words[0].startswith("-"):
-            hint = did_you_mean(words[0], table)
-            raise UserError(f"there is no `toolkit {words[0]}`{hint}: {', '.join(table)}")
-        build_parser(table).parse_args(words)  # --help, --version
+        parser.parse_args(words)  # --help, --version, or an error
     elif command.add_arguments is None:
         _call(command, words[1:])
     elif command.passes_rest:
-        _call(command, *build_parser(table).parse_known_args(words))
+        _call(command, *parser.parse_known_args(words))
     else:
-        _call(command, build_parser(table).parse_args(words))
+        _call(command, parser.parse_args(words))
 
 
 def _call(command: Command, *arguments: Any) -> None:

@@ -19,7 +19,7 @@ from toolkit.config import PretrainedSettings, flat, settings_of_features, tasks
 from toolkit.data.batches import collator_of
 from toolkit.data.prepare import Data, finish_data, prepare_data
 from toolkit.data.tokens import Split, load_tokenizer
-from toolkit.errors import UserError, first_line
+from toolkit.errors import UserError
 from toolkit.evaluation import Best, Evaluation, Outputs
 from toolkit.evaluation.answers import Answers, ClassAnswers
 from toolkit.evaluation.outputs import BatchSizes
@@ -120,9 +120,6 @@ class Run:
         scheduler = make_scheduler(optimizer, training, total_steps, make_schedule_of)
         objects = (self.schedule, model, optimizer, scheduler)
         self._steps = Steps(accelerator, train, self.tokenizer, training, *objects)
-        if (training.warmup_steps or 0) >= total_steps:
-            never = f"the run has {total_steps} steps, and never reaches --learning_rate"
-            self.say(f"--warmup_steps {training.warmup_steps}: {never}")
         return model, optimizer, scheduler
 
     def _fit_to_device(self, model: torch.nn.Module) -> Any:
@@ -292,13 +289,9 @@ class Run:
         line = f"stopped by {name} after step {done} of {self.schedule.total_steps}, {where}"
         # shown with --log_level warning, too
         launch.log_on_main(self.accelerator, f"{line}; to continue: {command}", logging.WARNING)
-        try:
-            self.files.mark_stopped(signal=name, step=done, command=command)
-            if self.accelerator.is_main_process:
-                self.summary.write_pages(self.best.step)
-        except (OSError, ValueError, UserError) as error:
-            # the checkpoint is saved: only the page failed
-            self.say(f"no report of the stopped run: {first_line(error)}")
+        self.files.mark_stopped(signal=name, step=done, command=command)
+        if self.accelerator.is_main_process:
+            self.summary.write_pages(self.best.step)
 
     def _close(self) -> None:
         self.checkpoints.wait()
