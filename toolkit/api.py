@@ -3,7 +3,6 @@ docs/api.md lists all that `import toolkit` offers."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from toolkit import launch
 from toolkit.config import build, tasks
 from toolkit.errors import UserError, did_you_mean
-from toolkit.evaluation.saved_model import SavedModel, empty_text_warning, training_run
+from toolkit.evaluation.saved_model import SavedModel, training_run
 
 
 def settings(task: str = "cls", **values: Any) -> Any:
@@ -30,7 +29,7 @@ def predict(model: str | Path, texts: Any, **sizes: int) -> list[dict[str, Any]]
     thresholds, a temperature and when it abstains (None).
 
     `texts`: a sequence of str (a list, a pandas Series, a numpy array, a column of a DataFrame or
-    of `datasets`), or of (str, str) pairs; empty texts cause a warning. `sizes`:
+    of `datasets`), or of (str, str) pairs. `sizes`:
     `per_device_batch_size`, `max_tokens`, as for `toolkit predict`. All processes call this; only
     the main one gets the answers, the others an empty list. Raises UserError for a model that
     cannot be loaded, and for anything but texts."""
@@ -73,10 +72,6 @@ def _outputs(
             f"{model} reads pairs (--text_pair {column}): pass a list of (str, str) pairs"
         )
     accelerator = launch.make_accelerator()
-    rows = enumerate(zip(*columns, strict=True))
-    empty = [number for number, texts in rows if not all(text.strip() for text in texts)]
-    if empty and accelerator.is_main_process:
-        warnings.warn(empty_text_warning(empty, len(columns[0])), stacklevel=3)
     length = saved.choose_max_length(None, pairs)
     saved.load(accelerator, length, per_device_batch_size, max_tokens)
     split = saved.tokenize(columns[0], columns[1] if pairs else None)

@@ -3,6 +3,7 @@ logged, evaluated and saved, and the results."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import time
@@ -181,8 +182,8 @@ class Run:
         self._resume(evaluate)
         for step in self._steps:
             if self.best.patience_exhausted:
-                count = f"{self.best.patience_counter} evaluations"
-                self.say(f"{self.best.metric} has not improved in {count}: stopping early")
+                metric, count = self.best.metric, self.best.patience_counter
+                self.say(f"{metric} has not improved in {count} evaluations: stopping early")
                 return
             self._step = step
             yield step
@@ -258,22 +259,21 @@ class Run:
     def _evaluate(self, evaluate: Evaluate, step: int) -> bool:
         """Evaluates the validation rows, of `--ema_decay` with the average, and saves the model if
         it is the best so far. Returns False if a stop signal interrupted it."""
-        if self._average is None:
-            return self._evaluate_weights(evaluate, step)
-        with average_as_weights(self.checkpoints.live):
-            return self._evaluate_weights(evaluate, step)
-
-    def _evaluate_weights(self, evaluate: Evaluate, step: int) -> bool:
-        try:
-            evaluation = evaluate(self.data.validation)
-        except StopRequested as stop:
-            self._steps.stop_signal = stop.number
-            return False
-        is_best = self.best.update(evaluation, step)
-        if is_best:
-            folder, dtype = self.folder.model, self.settings.training.save_dtype
-            with explain_write_errors(folder):
-                save_model(self.accelerator, self._steps.model, self.tokenizer, folder, step, dtype)
+        weights: Any = contextlib.nullcontext()
+        if self._average is not None:
+            weights = average_as_weights(self.checkpoints.live)
+        with weights:
+            try:
+                evaluation = evaluate(self.data.validation)
+            except StopRequested as stop:
+                self._steps.stop_signal = stop.number
+                return False
+            is_best = self.best.update(evaluation, step)
+            if is_best:
+                folder, dtype = self.folder.model, self.settings.training.save_dtype
+                objects = self.accelerator, self._steps.model, self.tokenizer
+                with explain_write_errors(folder):
+                    save_model(*objects, folder, step, dtype)
         self._last = step, evaluation
         self._log.log_evaluation(evaluation, step, is_best)
         return True
