@@ -82,7 +82,8 @@ def _columns(texts: Any) -> tuple[list[str], ...]:
     """The texts; for pairs the first and the second texts. Raises UserError for anything else."""
     hint = "pass a list of str, a list of (str, str) pairs, or a column of a data frame"
     # the items of a dict or a DataFrame are its columns' names
-    if isinstance(texts, str | bytes | Mapping) or getattr(texts, "ndim", 1) > 1:
+    is_table = isinstance(texts, Mapping) or getattr(texts, "ndim", 1) > 1
+    if isinstance(texts, str | bytes) or is_table or not hasattr(texts, "__iter__"):
         raise UserError(f"the texts are of type {type(texts).__name__}: {hint}")
     rows = [item if isinstance(item, tuple | list) else (item,) for item in texts]
     width = len(rows[0]) if rows else 1

@@ -3,7 +3,7 @@ themselves."""
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import sys
 from typing import Any
 
@@ -69,8 +69,7 @@ def _run(table: dict[str, Command]) -> None:
 def _call(command: Command, *arguments: Any) -> None:
     run = command.run
     if isinstance(run, str):
-        module, _, name = run.partition(":")
-        run = getattr(importlib.import_module(module), name)
+        run = pkgutil.resolve_name(run)
     run(*arguments)
 
 

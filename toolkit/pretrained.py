@@ -116,17 +116,13 @@ def quiet_transformers() -> Iterator[None]:
 @contextlib.contextmanager
 def whole_weights() -> Iterator[None]:
     """Disables ZeRO-3's sharding while a model is loaded: a head initialised shard by shard would
-    depend on the number of processes. And FSDP's loading in one process only: up to transformers
-    5.22 the others' weights are zeros."""
+    depend on the number of processes."""
     reference = require(transformers_deepspeed, "_hf_deepspeed_config_weak_ref", "transformers")
     transformers_deepspeed.unset_hf_deepspeed_config()
-    in_one = os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
     try:
         yield
     finally:
         transformers_deepspeed._hf_deepspeed_config_weak_ref = reference
-        if in_one is not None:
-            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = in_one
 
 
 def _refuse_wrong_folder(folder: Path) -> None:
@@ -160,8 +156,8 @@ def _load_error(name: str, attention: str | None, error: Exception) -> str:
     reason = first_line(error)
     if "trust_remote_code" in str(error):
         return (
-            f"model {name} needs its own Python code, which is not executed: use a "
-            f"model whose architecture transformers {transformers.__version__} includes"
+            f"model {name} needs its own Python code, which is not executed: use a model whose "
+            "architecture transformers includes"
         )
     if attention and re.search("attn|attention|kernel", str(error), re.IGNORECASE):
         return f"--attn_implementation {attention} cannot be used: {reason}"

@@ -37,8 +37,9 @@ def run_child(
     with log.open("ab") as output:
         start = output.tell()
         child = Popen(
-            [sys.executable, *words], stdin=DEVNULL, stdout=output, stderr=STDOUT, start_new_session=True,
-            preexec_fn=_begin, env={**os.environ, "PYTHONFAULTHANDLER": "1", **(env or {})},
+            [sys.executable, *words], stdin=DEVNULL, stdout=output, stderr=STDOUT,
+            start_new_session=True, preexec_fn=_begin,
+            env={**os.environ, "PYTHONFAULTHANDLER": "1", **(env or {})},
         )  # fmt: skip
         try:
             while child.poll() is None:
