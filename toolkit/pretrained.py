@@ -26,6 +26,7 @@ from toolkit.utils.compat import require
 from toolkit.utils.files import refuse_lfs_pointer
 from toolkit.utils.log import logger
 
+_CONFIG = "config.json"
 _SECONDS = 5.0  # to wait for the hub
 _SOURCE_FILES = (".json", ".txt", ".model", ".safetensors", ".bin", ".onnx", ".xml")
 
@@ -177,15 +178,14 @@ def check_reachable(
     there is none."""
     if constants.HF_HUB_OFFLINE or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         return  # the libraries report it at once
-    file = "config.json" if kind == "model" else "README.md"
     try:
-        get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=_SECONDS)
+        get_hf_file_metadata(hf_hub_url(name, _CONFIG, repo_type=kind), timeout=_SECONDS)
     except HfHubHTTPError:
         pass  # it answered: the libraries report the error
     except Exception as error:
         unreachable = f"{constants.ENDPOINT} cannot be reached [{first_line(error)}]"
-        in_cache = isinstance(try_to_load_from_cache(name, file, repo_type=kind), str)
-        if not in_cache and not (copy and copy.exists()):
+        cached = copy or Path(str(try_to_load_from_cache(name, _CONFIG)))
+        if not cached.exists():
             raise UserError(
                 f"{kind} {name}: {unreachable}. In China use a mirror (export "
                 "HF_ENDPOINT=https://hf-mirror.com), or ModelScope: pip install modelscope; "

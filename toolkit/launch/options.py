@@ -121,12 +121,12 @@ def take_options(argv: list[str]) -> tuple[list[str], Request | None]:
 def _refuse_other_launch(place: environment.Place, request: Request) -> None:
     """Raises UserError if the words before the script ask for another launch than the config file
     after it, which would replace it."""
-    nodes = place.world_size // place.local_world_size
     path, count = request.config_file, request.machines.count
-    # one process a node may be a node's launcher; `accelerate launch` starts all it can by default
     local = place.local_world_size
-    chose_number = local > 1 and place.launcher not in ("accelerate", "environment")
-    if nodes > count or (chose_number and local != request.processes // count):
+    nodes = place.world_size // local
+    # one process a node may be a node's launcher; `accelerate launch` starts all it can by default
+    other = place.launcher != "accelerate" and local not in (1, request.processes // count)
+    if other or nodes > count:
         raise UserError(
             f"{place.launcher} started {place.world_size} processes on {nodes} machine(s), and "
             f"{path} asks for {request.processes} on {count}: pass --num_processes after the "

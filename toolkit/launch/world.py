@@ -27,8 +27,6 @@ from toolkit.utils.log import logger
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-_LOG_SECONDS = 60.0
-
 
 def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Accelerator:
     """An `Accelerator` for the way this process was started, verified before any data is read.
