@@ -62,7 +62,7 @@ class Request:
         """The command line of each process."""
         program, *words = self.script
         start = [program]
-        if Path(program).name == "__main__.py":  # of `python -m toolkit`
+        if program.endswith("toolkit/__main__.py"):  # `python -m toolkit`
             start = ["-m", "toolkit"]
         return [sys.executable, "-u", *start, *words]
 
