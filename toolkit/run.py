@@ -342,10 +342,9 @@ class Run:
 
 def _task_of(settings: Any) -> str:
     """cls, bigbird, title, ...: whose class these settings have, or one derived from it."""
-    names = {settings_class: name for name, settings_class in tasks().items()}
-    for parent in type(settings).__mro__:
-        if parent in names:
-            return names[parent]
+    for name, settings_class in reversed(tasks().items()):  # those that derive from others last
+        if isinstance(settings, settings_class):
+            return name
     return type(settings).__name__.lower()
 
 
