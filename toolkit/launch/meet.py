@@ -156,8 +156,10 @@ def exchange(
         time.sleep(_POLL_SECONDS)
     values = [json.loads(store.get(str(other))) for other in range(count)]
     store.add("read", 1)
-    while number == 0 and store.add("read", 0) < count:  # the first one serves the store
-        time.sleep(_POLL_SECONDS)
+    if number == 0:  # it may serve the store, and end after this
+        deadline = time.monotonic() + _LOG_SECONDS
+        while store.add("read", 0) < count and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
     return values
 
 
