@@ -93,18 +93,19 @@ class Launcher:
         ranks = [list(range(start, start + self.here)) for start in starts]
         self.store = met.store
         self.machines = list(zip(met.hosts, ranks, strict=True))
+        attempt = 0
         with self.signals:
-            for attempt in range(request.max_restarts + 1):
+            while True:
                 failure = self._run_attempt(variables, attempt)
                 if failure is None:
                     return max(rank.process.returncode for rank in self.ranks)
                 line = failure.text or failure.line
-                is_last = attempt == request.max_restarts
+                attempt += 1
+                is_last = attempt > request.max_restarts
                 if is_last or failure.permanent or self.signals.requested:
-                    break
-                logger.error(f"{line}: restart {attempt + 1} of {request.max_restarts}")
-        logger.error(line)
-        return failure.code
+                    logger.error(line)
+                    return failure.code
+                logger.error(f"{line}: restart {attempt} of {request.max_restarts}")
 
     def _run_attempt(self, variables: dict[str, str], attempt: int) -> Failure | None:
         from torch.distributed import PrefixStore
