@@ -83,7 +83,8 @@ def _columns(texts: Any) -> tuple[list[str], ...]:
     hint = "pass a list of str, a list of (str, str) pairs, or a column of a data frame"
     # the items of a dict or a DataFrame are its columns' names
     is_table = isinstance(texts, Mapping) or getattr(texts, "ndim", 1) > 1
-    if isinstance(texts, str | bytes) or is_table or not hasattr(texts, "__iter__"):
+    # neither a set, which has no order, nor an iterator
+    if isinstance(texts, str | bytes) or is_table or not hasattr(texts, "__getitem__"):
         raise UserError(f"the texts are of type {type(texts).__name__}: {hint}")
     rows = [item if isinstance(item, tuple | list) else (item,) for item in texts]
     width = len(rows[0]) if rows else 1
