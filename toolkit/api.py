@@ -92,7 +92,7 @@ def _columns(texts: Any) -> tuple[list[str], ...]:
         is_text = all(isinstance(text, str) for text in row)
         if not is_text or len(row) != width or width > 2:
             raise UserError(f"texts, row {number}: {repr(row)[:60]} is unlike the others: {hint}")
-    return tuple([row[place] for row in rows] for place in range(width))
+    return tuple([str(row[place]) for row in rows] for place in range(width))
 
 
 def convert(checkpoint: str | Path, out: str | Path, **options: Any) -> list[str]:
