@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.failing_worker import STEPS
 from tests.runs import WAYS, recipe
-from toolkit.launch import exit_state
+from toolkit.launch import failure
 
 
 @pytest.mark.parametrize(
@@ -32,11 +32,11 @@ def test_steps_reach_the_trackers(
 
 
 def test_exit_waits_for_a_hanging_close_until_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exit_state, "_CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(failure, "_CLOSE_SECONDS", 0.2)
     calls: list[float] = []
-    exit_state.close_on_failure(lambda: (calls.append(0.0), time.sleep(60)))
+    failure.close_on_failure(lambda: (calls.append(0.0), time.sleep(60)))
     started = time.monotonic()
-    exit_state.close_resources()
-    exit_state.close_resources()  # only once
+    failure._close_resources()
+    failure._close_resources()  # only once
     assert time.monotonic() - started < 10
     assert len(calls) == 1

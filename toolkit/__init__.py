@@ -33,5 +33,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    names = [name for names in _OFFERED.values() for name in names]
-    return sorted([*names, *globals()])
+    return sorted([*sum(_OFFERED.values(), ()), *globals()])

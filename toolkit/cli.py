@@ -3,13 +3,13 @@ themselves."""
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import sys
 from typing import Any
 
 from toolkit import __version__, launch
 from toolkit.commands import convert, init, prepare, report, to_bigbird
-from toolkit.errors import Parser, UserError, did_you_mean
+from toolkit.errors import Parser
 from toolkit.utils import collector
 from toolkit.utils.features import Command, features
 
@@ -49,33 +49,27 @@ def main() -> None:
     table = commands()
     command = table.get(sys.argv[1]) if sys.argv[1:] else None
     relaunches = command is None or command.relaunches
-    launch.run(lambda: _run(table), module="toolkit", relaunches=relaunches)
+    launch.run(lambda: _run(table), relaunches=relaunches)
 
 
 def _run(table: dict[str, Command]) -> None:
-    words = sys.argv[1:]
-    if not words:
-        build_parser(table).print_help()
-        return
+    words = sys.argv[1:] or ["--help"]
     command = table.get(words[0])
+    parser = build_parser(table)
     if command is None:
-        if not words[0].startswith("-"):
-            hint = did_you_mean(words[0], table)
-            raise UserError(f"there is no `toolkit {words[0]}`{hint}: {', '.join(table)}")
-        build_parser(table).parse_args(words)  # --help, --version
+        parser.parse_args(words)  # --help, --version, or an error
     elif command.add_arguments is None:
         _call(command, words[1:])
     elif command.passes_rest:
-        _call(command, *build_parser(table).parse_known_args(words))
+        _call(command, *parser.parse_known_args(words))
     else:
-        _call(command, build_parser(table).parse_args(words))
+        _call(command, parser.parse_args(words))
 
 
 def _call(command: Command, *arguments: Any) -> None:
     run = command.run
     if isinstance(run, str):
-        module, _, name = run.partition(":")
-        run = getattr(importlib.import_module(module), name)
+        run = pkgutil.resolve_name(run)
     run(*arguments)
 
 

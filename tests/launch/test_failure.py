@@ -9,7 +9,6 @@ from tests.runs import Finished, start
 from toolkit import launch
 from toolkit.launch import failure
 from toolkit.launch.environment import Place
-from toolkit.launch.exit_state import exit_state
 
 _MAIN = """
 import os, signal, sys
@@ -51,7 +50,7 @@ def test_a_lost_connection_is_another_ranks_failure(
 def test_an_explained_failure_is_one_line_and_others_are_tracebacks(
     no_launcher: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exit_state, "explain", None)
+    monkeypatch.setattr(failure.exit_state, "explain", None)
     error = RuntimeError("a bug")
     unexplained = describe(error)
     assert unexplained.text.startswith("Traceback")

@@ -97,7 +97,6 @@ def test_source_of_the_rank(
         ({"machine_rank": "2"}, {}, {}, ["rank 2 (--machine_rank)", "mine.yaml", "up to 1"]),
         ({}, {"NODE_RANK": "-1"}, {}, ["rank -1 (NODE_RANK)"]),
         ({}, {"SLURM_NODEID": "77"}, {}, ["rank 77 (SLURM_NODEID)"]),
-        ({"main_process_ip": "gpu1"}, {}, {}, ["gpu1", "/etc/hosts"]),  # an unknown name
         ({"main_process_ip": ""}, {}, {"main_process_ip": PLACEHOLDER}, ["mine.yaml", PLACEHOLDER]),
         ({"machine_rank": "x"}, {}, {}, ["machine_rank", "'x'"]),
         ({}, {"NODE_RANK": "1.5"}, {}, ["NODE_RANK", "'1.5'"]),

@@ -1,6 +1,7 @@
 """Promises: machines that cannot start together all get the same error, which names who is
 missing, double or different."""
 
+import socket
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +11,8 @@ import pytest
 from toolkit.errors import UserError
 from toolkit.launch import meet as module
 from toolkit.launch.meet import meet
-from toolkit.launch.network import connect_store, serve_store
+from toolkit.launch.network import connect_store, node_id, serve_store
 
-NAMES = ["machine 0", "machine 1"]
 REMEDY = "start it"
 Member = tuple[int, dict[str, Any]]
 
@@ -30,8 +30,9 @@ def meeting(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> Any:
 
         def join(place: int, number: int, facts: dict[str, Any]) -> None:
             try:
-                hellos = meet(stores[place], "127.0.0.1", number, NAMES, facts, REMEDY, seconds)
-                results[place] = [(hello.number, hello.facts) for hello in hellos]
+                results[place] = meet(
+                    stores[place], "127.0.0.1", "machine", number, 2, facts, REMEDY, seconds
+                )
             except UserError as error:
                 results[place] = str(error)
 
@@ -47,8 +48,8 @@ def meeting(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_all_come(meeting: Any) -> None:
-    members = [(0, {"torch": "2.13"}), (1, {"torch": "2.13"})]
-    assert meeting(members) == [members, members]
+    here = socket.gethostname(), node_id()
+    assert meeting([(0, {"torch": "2.13"}), (1, {"torch": "2.13"})]) == [[here, here]] * 2
 
 
 def test_one_is_missing(meeting: Any) -> None:
@@ -62,7 +63,7 @@ def test_one_is_missing(meeting: Any) -> None:
     [
         ([(0, {}), (0, {})], "two are machine 0"),
         ([(0, {"torch": "2.13"}), (1, {"torch": "2.12\x1b[31m"})], "torch is 2.13 on "),
-        ([(0, {"num_processes": 2}), (1, {"num_processes": 4})], "--num_processes"),
+        ([(0, {"num_processes": 2}), (1, {"num_processes": 4})], "num_processes is 2 on "),
     ],
 )
 def test_all_raise_what_does_not_match(members: list[Member], says: str, meeting: Any) -> None:

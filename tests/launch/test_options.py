@@ -49,10 +49,6 @@ def _network(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_network(monkeypatch, [ELSEWHERE])
 
 
-def deepspeed_file_of(request: Request) -> str | None:
-    return request.deepspeed_config and Path(request.deepspeed_config).name
-
-
 @pytest.mark.parametrize(
     ("argv", "options", "rest"),
     [
@@ -101,8 +97,9 @@ def test_plan_of_each_shipped_file(path: Path) -> None:
     assert request.processes == (16 if machines == 2 else 1 if path.stem == "single" else 2)
     strategy = path.stem.removeprefix("2node").removeprefix("_")
     uses_deepspeed = strategy.startswith("zero")
-    assert deepspeed_file_of(request) == (f"{strategy}.json" if uses_deepspeed else None)
     env = accelerate_environment(request)
+    file = f"ds_configs/{strategy}.json" if uses_deepspeed else None
+    assert env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") == file
     assert ("ACCELERATE_USE_DEEPSPEED" in env) == uses_deepspeed
     assert ("ACCELERATE_USE_FSDP" in env) == (strategy == "fsdp2")
 
@@ -136,8 +133,6 @@ TWO = {"main_process_ip": FIRST, "machine_rank": "0"}
         ("ddp", {"max_restarts": "1.5"}, r"max_restarts.*1\.5"),
         ("ddp", {"max_restarts": "-1"}, "max_restarts.*-1"),
         ("zzz", {}, r"zzz.*2node_zero3\.yaml"),
-        ("zero2", {"deepspeed_config": "ds_configs/zero4.json"}, r"zero4\.json.*zero3\.json"),
-        ("ddp", {"deepspeed_config": "ds_configs/zero3.json"}, "ddp.yaml does not use DeepSpeed"),
     ],
 )
 def test_invalid_options(path: str, options: dict[str, str], words: str) -> None:
@@ -159,10 +154,9 @@ def test_options_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)  # files are found from another folder
     options = {"num_processes": "7", "max_restarts": "3"}
     file = "accelerate_configs/zero2.yaml"
-    request = planned(file, **options, deepspeed_config="ds_configs/zero3.json")
+    request = planned(file, **options)
     assert request.config_file == REPOSITORY / file
     assert (request.processes, request.max_restarts) == (7, 3)
-    assert deepspeed_file_of(request) == "zero3.json"
 
 
 OTHERS = {"HOME": "/h", "CUDA_VISIBLE_DEVICES": "0", "NCCL_DEBUG": "INFO", "NODE_RANK": "1"}
@@ -195,7 +189,7 @@ def test_a_file_for_cpus(tmp_path: Path) -> None:
 def test_only_local_rank_0_relaunches() -> None:
     os.environ.update(TORCHRUN)
     with pytest.raises(SystemExit) as left:
-        take_options([SCRIPT, "--config_file", "accelerate_configs/ddp.yaml"], None)
+        take_options([SCRIPT, "--config_file", "accelerate_configs/ddp.yaml"])
     assert left.value.code == 0
 
 
@@ -217,7 +211,7 @@ TWO_NODES = "--config_file accelerate_configs/2node.yaml --main_process_ip 10.0.
         (TORCHRUN_8, "", f"{DDP} --num_processes 8", ""),
         (BY_ACCELERATE, "", DDP, ""),  # its default
         # options that the config file after the script replaces
-        (BY_ACCELERATE, "--num-processes=4", DDP, "--num-processes"),
+        (BY_ACCELERATE, "--num-processes=4", DDP, "--num_processes"),
         (BY_ACCELERATE, "--mixed_precision no", DDP, "--mixed_precision"),
         (BY_ACCELERATE, "--use_fsdp", DDP, "--use_fsdp"),
         ({}, "--num_cpu_threads_per_process 2", f"{DDP} --num_processes 4", ""),
@@ -234,9 +228,9 @@ def test_what_would_have_no_effect(
     monkeypatch.setattr(environment.psutil, "Process", lambda _: parent)
     os.environ.update(outer)
     if says:
-        refusal(take_options, [SCRIPT, *behind.split()], None, says=[says])
+        refusal(take_options, [SCRIPT, *behind.split()], says=[says])
     else:
-        assert take_options([SCRIPT, *behind.split()], None)[1] is not None
+        assert take_options([SCRIPT, *behind.split()])[1] is not None
 
 
 @pytest.mark.parametrize(
@@ -252,7 +246,7 @@ def test_what_would_have_no_effect(
 @pytest.mark.usefixtures("_no_variables")
 def test_refused_before_a_launch(argument: str, match: str) -> None:
     name = argument[2:].partition("=")[0]
-    refusal(take_options, [SCRIPT, argument], None, match=rf"{name}.*{match}")
+    refusal(take_options, [SCRIPT, argument], match=rf"{name}.*{match}")
 
 
 @pytest.mark.parametrize("option", TIMEOUTS)
@@ -260,5 +254,5 @@ def test_refused_before_a_launch(argument: str, match: str) -> None:
 def test_timeouts_reach_the_processes(option: str) -> None:
     assert timeout_seconds(option) == TIMEOUTS[option]
     words = [SCRIPT, f"--{option}", "77", "--seed", "3"]
-    assert take_options(words, None) == ([SCRIPT, "--seed", "3"], None)
+    assert take_options(words) == ([SCRIPT, "--seed", "3"], None)
     assert timeout_seconds(option) == 77

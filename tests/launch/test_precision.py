@@ -35,25 +35,23 @@ def _no_launcher(no_launcher: None) -> None:
 
 @pytest.mark.parametrize(("capability", "chosen"), GPUS.items())
 def test_a_gpu(capability: tuple[int, int], chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert precision.auto_precision("cuda")[0] == chosen
+    assert precision.auto_precision("cuda") == chosen
 
 
 @pytest.mark.parametrize(("name", "able", "chosen"), CPUS)
 def test_a_cpu(name: str, able: list[str], chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     capabilities = {"cpu_name": name, "num_sockets": 1, **dict.fromkeys(able, True)}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    assert precision.auto_precision("cpu")[0] == chosen
+    assert precision.auto_precision("cpu") == chosen
 
 
 @pytest.mark.parametrize("variable", ["bf16", "fp16", "no"])
 def test_a_config_enables_a_precision(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`no` is what launchers set by default."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", variable)
-    monkeypatch.setattr(precision, "_of_cpu", lambda: ("the hardware's", ""))
-    expected = "the hardware's" if variable == "no" else variable
-    assert precision.auto_precision("cpu")[0] == expected
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
+    assert precision.auto_precision("cpu") == ("bf16" if variable == "no" else variable)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +77,9 @@ def test_tf32_in_16_bit_runs_on_a_gpu(device: str, setting: str, matmul: str) ->
 SCRIPT = """
 import os, sys
 from toolkit import launch
-from toolkit.launch import precision
+import torch
 
-precision._of_cpu = lambda: ("bf16" if os.environ.get("RANK") == "0" else "no", "it says so")
+torch.cpu.get_capabilities = lambda: {"amx_bf16": os.environ.get("RANK") == "0"}
 launch.run(lambda: print(launch.make_accelerator(sys.argv[1]).mixed_precision))
 """
 

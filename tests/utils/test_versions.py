@@ -4,7 +4,6 @@ they do not. (Promise 5.)"""
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +21,7 @@ SAME = {"toolkit": "0.1.0", "python": "3.12", "torch": "2.13.0", "numpy": "2.4.0
     ("deepspeed", "0.19.6", "deepspeed", "deepspeed 0.19.6"),
     ("deepspeed", "0.19.6", "", None),  # this run may not need it
 ])  # fmt: skip
-def test_an_older_library_is_refused_and_a_newer_one_returned(
+def test_an_older_library_is_refused(
     package: str, version: str, extra: str, fault: str | None, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -31,8 +30,7 @@ def test_an_older_library_is_refused_and_a_newer_one_returned(
     (tmp_path / f"{package}-{version}.dist-info" / "METADATA").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     if not fault:
-        newer = ["peft 0.99"] if version == "0.99" else []
-        assert [line.split(" (")[0] for line in versions.check_requirements()] == newer
+        versions.check_requirements()
         return
     refusal(versions.check_requirements, extra, says=[fault, f"pip install '{package}<"])
     if not extra:  # before the imports, which would fail
@@ -55,14 +53,12 @@ def test_code_digest_changes_with_the_recipe_and_any_module(
     digests.append(versions.code_digest())
     (package / "empty.py").touch()
     digests.append(versions.code_digest())
-    (package / "a.py").rename(package / "launch" / "a.py")
-    digests.append(versions.code_digest())
     for text in ("x = 1\n", "x = 2\n"):
         (tmp_path / "recipe.py").write_text(text)
         digests.append(versions.code_digest(tmp_path / "recipe.py"))
     assert len(set(digests)) == len(digests)
-    for script in ("", "-c", "no/such.py", "/usr/bin/env", "."):  # no recipe
-        assert versions.code_digest(script) == digests[3]
+    for script in ("", "-c", "/usr/bin/env", "."):  # no recipe
+        assert versions.code_digest(script) == digests[2]
 
 
 def test_describe_differences() -> None:
@@ -72,18 +68,3 @@ def test_describe_differences() -> None:
     lists = [("A", {"labels": ["a"]}), ("B", {"labels": ["b"]})]
     assert versions.describe_differences(lists) == "labels is ['a'] on A and ['b'] on B"
     assert versions.describe_differences([("A", SAME), ("B", SAME)]) == ""
-
-
-@pytest.mark.parametrize(
-    ("other", "parts"),
-    [
-        ({"torch": "2.12.1", "numpy": None}, ["pip install torch==2.13.0 numpy==2.4.0"]),
-        ({"code": "other"}, ["git pull"]),
-        ({"device": "cpu"}, ["toolkit doctor"]),
-        ({"torch": "1", "code": "x", "python": "3"}, ["torch==2.13.0", "git pull", "same Python"]),
-    ],
-)
-def test_remedy(other: dict[str, Any], parts: list[str]) -> None:
-    advice = versions.remedy([("A", SAME), ("B", SAME | other)])
-    assert [part for part in parts if part in advice] == parts
-    assert ("pip" in advice) == ("torch" in other)

@@ -8,7 +8,6 @@ import signal
 from pathlib import Path
 
 from toolkit.demo import model_path
-from toolkit.errors import UserError
 from toolkit.utils.features import Command
 
 _EPILOG = (
@@ -23,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     folder = functools.partial(add, metavar="FOLDER", type=lambda name: Path(model_path(name)))
     add("checkpoint", type=Path, help="see below")
-    add("out", nargs="?", type=Path, help="the folder to create")
+    add("out", type=Path, help="the folder to create")
     add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights [fp32]")
     folder(
         "--config_from", help="source of config.json and the tokenizer, or of the adapter's config"
@@ -41,8 +40,6 @@ def run(arguments: argparse.Namespace) -> None:
     """Raises UserError."""
     from toolkit.conversion.convert import ConvertSettings, convert  # imports torch
 
-    if arguments.out is None:
-        raise UserError("pass the folder to create: toolkit convert CHECKPOINT OUT")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: removes the draft
     settings = ConvertSettings(
         arguments.dtype, arguments.config_from, arguments.base_model, arguments.prefix

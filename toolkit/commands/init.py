@@ -12,12 +12,7 @@ from toolkit.utils.features import Command
 from toolkit.utils.files import templates
 
 # the files to copy
-_PATTERNS = (
-    "recipes/*.py",
-    "recipes/*.yaml",
-    "accelerate_configs/*.yaml",
-    "ds_configs/*.json",
-)
+_PATTERNS = ("recipes/*.py", "recipes/*.yaml", "accelerate_configs/*.yaml", "ds_configs/*.json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,12 +27,12 @@ def run(options: argparse.Namespace) -> None:
     if different:
         names = ", ".join(different)
         print(f"not overwritten, as you changed them: {names} (move a file away to get ours)")
-    print("next:")
-    if folder.resolve() != Path.cwd():
-        print(f"  cd {shlex.quote(str(folder))}")
-    print("  accelerate launch recipes/cls.py --config_file accelerate_configs/ddp.yaml")
-    print("  deepspeed recipes/bigbird.py")
-    print("  python recipes/title.py --help")
+    print(
+        f"next: cd {shlex.quote(str(folder.resolve()))}\n"
+        "  accelerate launch recipes/cls.py --config_file accelerate_configs/ddp.yaml\n"
+        "  deepspeed recipes/bigbird.py\n"
+        "  python recipes/title.py --help"
+    )
 
 
 def copy_templates(folder: Path) -> tuple[list[str], list[str]]:

@@ -19,8 +19,7 @@ def run(arguments: list[str]) -> None:
     settings = parse(known[task], arguments, None, description, usage)
     has_data = settings.data.train_file or settings.data.dataset_name
     if settings.model.model_name_or_path is None or not has_data:
-        needed = "--model_name_or_path and --train_file (or --dataset_name)"
-        raise UserError(f"toolkit prepare needs {needed}")
+        raise UserError("pass --model_name_or_path and --train_file (or --dataset_name)")
     from toolkit.config.sections import LongTrainingSettings
     from toolkit.data.prepare import prepare_data
     from toolkit.data.tokens import load_tokenizer

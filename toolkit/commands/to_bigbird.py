@@ -7,7 +7,6 @@ import os
 import signal
 from pathlib import Path
 
-from toolkit.errors import UserError
 from toolkit.utils.features import Command
 
 
@@ -21,8 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Raises UserError."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("toolkit to-bigbird runs in one process: start it without a launcher")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: removes the draft
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns of a missing accelerator
     from toolkit.models.to_bigbird import SparseSizes, to_bigbird

@@ -173,11 +173,7 @@ def parse(
     return settings
 
 
-def build(
-    settings_class: type[Settings],
-    values: Values,
-    faults: Faults | None = None,
-) -> Settings:
+def build(settings_class: type[Settings], values: Values, faults: Faults | None = None) -> Settings:
     """{setting: value} -> the validated dataclass. Raises UserError with all faults."""
     faults = Faults() if faults is None else faults
     fields = _all_fields(settings_class)
@@ -271,13 +267,13 @@ def _contradictions(settings_class: type, values: Values) -> Iterator[str]:
 
 def _from_yaml(path: Path, fields: Fields, faults: Faults) -> dict[str, Any]:
     if path.suffix not in (".yaml", ".yml"):
-        way = f"for data, --train_file {path}; settings are given as --name value"
-        raise UserError(f"{path} is not a YAML file of settings: {way}")
+        raise UserError(
+            f"{path} is not a YAML file of settings: for data, --train_file {path}; settings are "
+            "given as --name value"
+        )
     if not path.is_file():
         raise UserError(f"there is no settings file {path} (looked in {Path.cwd()})")
-    loaded = read_yaml(path)
-    if loaded is None:
-        return {}
+    loaded = read_yaml(path) or {}  # an empty file
     if not isinstance(loaded, dict):
         raise UserError(f"{path} must hold lines of `name: value`")
     values = {}
@@ -311,8 +307,10 @@ def _from_command_line(words: Sequence[str], fields: Fields, faults: Faults) -> 
         else:
             faults.add(f"unknown setting --{name}{_hint(name, fields)}; --help lists them all")
     if strays:
-        way = "settings are given as --name value, a pattern of files in quotes: 'part-*.csv'"
-        faults.add(f"{listing(strays, 3)} is not a setting: {way}")
+        faults.add(
+            f"{listing(strays, 3)} is not a setting: settings are given as --name value, a pattern "
+            "of files in quotes: 'part-*.csv'"
+        )
     return values
 
 
@@ -326,9 +324,7 @@ def _hint(name: str, known: Collection[str]) -> str:
 
 
 def _help_page(
-    settings_class: type,
-    description: str | None,
-    program: str | None,
+    settings_class: type, description: str | None, program: str | None
 ) -> argparse.ArgumentParser:
     """All settings, by section; argparse only prints them."""
     page = argparse.ArgumentParser(

@@ -11,9 +11,9 @@ Who starts, meets, watches and stops whom, for `--config_file` after the script:
 
 - `options` reads what follows the script, the accelerate YAML and the DeepSpeed JSON; `machines`
   says which machine this is, and why. Without a config file this process is a rank itself.
-- `launcher` starts this machine's ranks. `meet`: all launchers write a hello into the store, which
-  says who is missing, who is there twice, and which versions differ. Torch's process group forms in
-  the same store; each restart has its own keys there.
+- `launcher` starts this machine's ranks. `meet`: each launcher writes what it knows of itself into
+  the store and reads what the others have written: who is missing, who is there twice, and which
+  versions differ. Torch's process group forms in the same store; each restart has its own keys.
 - A rank (`world`) makes the process group and the accelerator, for the strategy that was asked for
   (`strategy`, `precision`), and compares the world with the one that was asked for. It watches
   nobody: when it fails, it writes why into a file, and exits (`failure`). Its launcher sees that it
@@ -22,25 +22,25 @@ Who starts, meets, watches and stops whom, for `--config_file` after the script:
   no longer counts is one, and each launcher then stops its ranks and prints the same line.
 - Signals go to the launcher, which passes them on; ranks stop after their step (`signals`). If a
   launcher is killed, Linux stops its ranks, and the other launchers miss its heartbeat.
-- `network` has addresses, ports, and why a machine cannot be reached; `exit_state` is the one state
-  that the threads of a process share: what to close, and whom to tell, before it exits.
+- `network` has addresses, ports, and why a machine cannot be reached.
 
 Under `torchrun`, `accelerate launch --config_file FILE script`, `deepspeed`, `mpirun` and `srun`
 (`environment`) that program starts, watches and stops the ranks of its machine. The ranks meet in
 a store that rank 0 serves, or the launcher. If there are several machines, the first rank of each
 keeps the heartbeat, in a thread, and ends its process when another machine is lost (`ranks`).
+In every case the ranks compare their files and settings in the store, as the launchers do.
 """
 
 from toolkit.launch.environment import launch_info as launch_info
-from toolkit.launch.exit_state import close_on_failure as close_on_failure
+from toolkit.launch.failure import close_on_failure as close_on_failure
 from toolkit.launch.failure import explain_failures as explain_failures
 from toolkit.launch.failure import run as run
 from toolkit.launch.failure import set_exit_signal as set_exit_signal
 from toolkit.launch.ranks import list_machines as list_machines
+from toolkit.launch.ranks import require_equal as require_equal
+from toolkit.launch.ranks import wait_for_all as wait_for_all
 from toolkit.launch.world import log_on_main as log_on_main
 from toolkit.launch.world import make_accelerator as make_accelerator
-from toolkit.launch.world import require_equal as require_equal
-from toolkit.launch.world import wait_for_all as wait_for_all
 from toolkit.utils import log
 
 log.configure()

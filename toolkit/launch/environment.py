@@ -7,6 +7,7 @@ no address for the rendezvous. Our own launcher sets torch's names, and TOOLKIT_
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import json
@@ -34,6 +35,8 @@ _VARIABLES = {
 }  # fmt: skip
 MARKER = "TOOLKIT_LAUNCH"
 """Set by our launcher: what it was asked to start, as JSON (`options.Request.marker`)."""
+ERROR_FILE = "TOOLKIT_ERROR_FILE"
+"""Set by our launcher: the file in which a process leaves its failure for it to print."""
 THREADS = "OMP_NUM_THREADS"
 # set by `toolkit verify`: added to every seed except those of the sample order and initial weights
 OTHER_RANDOMNESS = "TOOLKIT_OTHER_RANDOMNESS"
@@ -94,8 +97,10 @@ def place_of(env: Mapping[str, str]) -> Place:
             return Place(name, *map(parse_int, names, values))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PMI_RANK"):
         if name in env:  # each process would train a separate model
-            remedy = f"set RANK, WORLD_SIZE and LOCAL_RANK, or `unset {name}` to run one process"
-            raise UserError(f"{name} is set, and not all of the others: {remedy}")
+            raise UserError(
+                f"{name} is set, and not all of the others: set RANK, WORLD_SIZE and LOCAL_RANK, "
+                f"or `unset {name}` to run one process"
+            )
     return Place(_launcher(env) or "python", 0, 1, 0, 1)
 
 
@@ -114,14 +119,16 @@ def parent_words() -> list[str]:
     return []
 
 
-def accelerate_launch_words() -> list[str]:
-    """The arguments of the `accelerate launch` that is this process's parent; empty if it is not
-    the parent."""
+def accelerate_options() -> argparse.Namespace | None:
+    """The options of the `accelerate launch` that is this process's parent; None if it is not the
+    parent."""
     words = parent_words()
     for end in range(1, 5):
         if " ".join(words[:end]).endswith(_ACCELERATE_LAUNCH):
-            return words[end:]
-    return []
+            from accelerate.commands.launch import launch_command_parser
+
+            return launch_command_parser().parse_args(words[end:])
+    return None
 
 
 def attempt() -> int:
@@ -137,11 +144,6 @@ def launcher_start() -> float:
 
 def max_restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
-
-
-def launcher_serves_store() -> bool:
-    """Whether the launcher serves torch's store, and not rank 0."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def user_threads(env: Mapping[str, str]) -> int | None:
@@ -184,10 +186,7 @@ def _set_address(place: Place, env: MutableMapping[str, str]) -> None:
 
 
 def parse_int(
-    name: str,
-    value: object,
-    path: Path | None = None,
-    minimum: int | None = None,
+    name: str, value: object, path: Path | None = None, minimum: int | None = None
 ) -> int:
     """Raises UserError, naming `path` and `name`, unless `value` is a whole number of at least
     `minimum`."""

@@ -10,29 +10,60 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from toolkit.errors import UserError, first_line, system_error_line
-from toolkit.launch.environment import Place, place_of, timeout_seconds
-from toolkit.launch.exit_state import ERROR_FILE, close_resources, exit_state
-from toolkit.launch.heartbeat import Failure
+from toolkit.launch.environment import ERROR_FILE, Place, place_of, timeout_seconds
+from toolkit.launch.heartbeat import Board, Failure
 from toolkit.launch.options import take_options
 from toolkit.launch.signals import INTERRUPTED
 from toolkit.utils import collector
 from toolkit.utils.log import logger
+from toolkit.utils.timeouts import call_with_timeout
 from toolkit.utils.versions import check_requirements
 
+if TYPE_CHECKING:
+    from toolkit.launch.ranks import World
+
+_CLOSING = threading.Lock()
+_CLOSE_SECONDS = 10.0  # a tracker's server may not answer
 # A rank whose failure others report or have caused waits this long for its launcher to end it.
 _REPORT_SECONDS = 6.0
 _CONNECTION_ERRORS = re.compile(
     "(?i)connection (closed|reset|refused)|broken pipe|remote process exited|likely closed"
     "|timed out|no route to host|network is unreachable|clients joined|failed to recv"
 )
+
+
+@dataclass
+class ExitState:
+    """What any thread of this process needs to end it."""
+
+    close: Callable[[], object] | None = None
+    """Closes trackers before `os._exit`, which closes nothing."""
+    explain: Callable[[Exception], str | None] | None = None
+    """Returns the message for an exception; None for a traceback."""
+    exit_code: int = 0
+    world: World | None = None
+    """The processes of this run; a second accelerator uses the same."""
+    board: Board | None = None
+    """Where this process reports its failure to other machines, under a launcher that does not."""
+
+
+# A global: the main thread and the heartbeat's thread can each exit the process.
+exit_state = ExitState()
+
+
+def close_on_failure(close: Callable[[], object] | None = None) -> None:
+    """Registers `close`, to be called (10 s at most) before the process exits on a failure;
+    None unregisters it."""
+    exit_state.close = close
 
 
 def explain_failures(explain: Callable[[Exception], str | None] | None = None) -> None:
@@ -46,44 +77,35 @@ def set_exit_signal(number: int) -> None:
     exit_state.exit_code = 128 + number
 
 
-def run(main: Callable[[], None], module: str | None = None, relaunches: bool = True) -> None:
+def run(main: Callable[[], None], relaunches: bool = True) -> None:
     """Runs a recipe's `main`: honours `--config_file` after the script, reports failures once.
 
-    Exit codes: 0 done, 1 failed, 128 + N stopped by signal N. `module` is the package when started
-    by `-m`; without `relaunches` the launch options are left to `main`.
+    Exit codes: 0 done, 1 failed, 128 + N stopped by signal N. Without `relaunches` the launch
+    options are left to `main`.
     """
-
     try:
         if relaunches:
-            _launch_if_requested(module)
+            sys.argv, request = take_options(sys.argv)
+            if request is not None:
+                from toolkit.launch.launcher import launch
+
+                _exit(launch(request))
         collector.before_imports()
         check_requirements()
         main()
-        if exit_state.unfinished and _place().rank == 0:
-            logger.warning(exit_state.unfinished)
         _exit_at_end()
     except KeyboardInterrupt:
         fail(Failure("interrupted", INTERRUPTED, permanent=True))
     except SystemExit as error:
-        if isinstance(error.code, str):
-            fail(_failure(error.code.removeprefix("error: ")))
-        if error.code:
+        if not error.code:
+            _exit_at_end()
+        elif isinstance(error.code, int):
             _exit(error.code)
-        _exit_at_end()
         raise
     except UserError as error:
         fail(replace(_failure(str(error)), permanent=True))
     except Exception as error:
         fail(_describe(error))
-
-
-def _launch_if_requested(module: str | None) -> None:
-    """Becomes the launcher, and exits with its code, if the arguments ask for it."""
-    sys.argv, request = take_options(sys.argv, module)
-    if request is not None:
-        from toolkit.launch.launcher import launch
-
-        _exit(launch(request))
 
 
 def _failure(message: str, trace: str = "") -> Failure:
@@ -101,17 +123,16 @@ def _describe(error: Exception) -> Failure:
     line = explained or system_error_line(error)
     if line:
         return _failure(line)
-    if _is_connection_error(error):
-        lost = "lost the connection to another process, which exited, was killed or does not come"
-        return replace(_failure(f"{lost} ({first_line(error)}); docs/stuck.md"), is_effect=True)
+    # torch's; a tracker or a hub raises an OSError instead
+    several = isinstance(error, RuntimeError) and _place().world_size > 1
+    if several and _CONNECTION_ERRORS.search(str(error)):
+        failure = _failure(
+            "lost the connection to another process, which exited, was killed or does not come "
+            f"({first_line(error)}); docs/stuck.md"
+        )
+        return replace(failure, is_effect=True)
     trace = "".join(traceback.format_exception(error))
     return _failure(f"{type(error).__name__}: {first_line(error)}", trace)
-
-
-def _is_connection_error(error: Exception) -> bool:
-    """Whether torch lost another rank. A tracker or a hub raises an OSError instead."""
-    several = isinstance(error, RuntimeError) and _place().world_size > 1
-    return several and _CONNECTION_ERRORS.search(str(error)) is not None
 
 
 def _place() -> Place:
@@ -133,17 +154,18 @@ def fail(failure: Failure) -> NoReturn:
         with contextlib.suppress(OSError):  # the launcher was killed, or the disk is full
             Path(file).write_text(json.dumps(asdict(failure)), encoding="utf-8")
     elif failure.code != INTERRUPTED or _place().rank == 0:  # Ctrl-C reaches all of a terminal
-        _wait_for_cause(failure, _place())
+        _wait_for_cause(failure)
         exit_with(failure)
     _exit(failure.code)
 
 
-def _wait_for_cause(failure: Failure, place: Place) -> None:
+def _wait_for_cause(failure: Failure) -> None:
     """Lets another process print its failure: local rank 0, if all fail alike, or the one that has
     caused this one. Then the launcher, or the heartbeat's thread, ends this process."""
+    place = _place()
     if not failure.is_effect and not place.local_rank:
         return
-    close_resources()
+    _close_resources()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if failure.is_effect and not place.is_local:
         time.sleep(timeout_seconds("peer_timeout"))
@@ -176,8 +198,17 @@ def _exit_at_end() -> None:
         _exit(exit_state.exit_code)
 
 
+def _close_resources() -> None:
+    """Calls the registered `close` once; a second thread that exits waits for the first."""
+    with _CLOSING:
+        close, exit_state.close = exit_state.close, None
+        if close is not None:
+            with contextlib.suppress(Exception):  # the failure has been reported
+                call_with_timeout(_CLOSE_SECONDS, close)
+
+
 def _exit(code: int) -> NoReturn:
-    close_resources()
+    _close_resources()
     logging.shutdown()
     with contextlib.suppress(OSError, ValueError):  # the output is closed
         sys.stdout.flush()

@@ -1,6 +1,6 @@
 """Members of a run that watch each other through torch's store: the first failure ends all.
 
-Each member counts up its heartbeat in the store once a second. Whoever sees a failure first
+Each member counts up its heartbeat in the store twice a second. Whoever sees a failure first
 publishes it; the others read it with their next heartbeat. Nobody answers for a member whose count
 stands still, so the others publish that. A thread does all of this, because a call to the store of
 a process that is stopped never returns.
@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from toolkit.launch.exit_state import RESUME_HINT
-
-_BEAT_SECONDS = 1.0
+RESUME_HINT = "; the same command resumes from the newest checkpoint (--checkpoint_every)"
+_BEAT_SECONDS = 0.5
 # A member waits this long for the store when it publishes a failure.
 _WRITE_SECONDS = 5.0
 # Member 0 serves the store this long for others that have not read the failure.
@@ -50,16 +49,13 @@ class Board:
         self._names = names
         self._me = me
         self._timeout = timeout
-        members = range(len(names))
-        self._beats = dict.fromkeys(members, "")
-        self._moved = dict.fromkeys(members, time.monotonic())
+        self._beats = [""] * len(names)
+        self._moved = [time.monotonic()] * len(names)
         """When each heartbeat was last seen to move; this member's, too: its store may not
         answer."""
         self._own: Failure | None = None
         self._first: Failure | None = None
         self._finished = False
-        self._all_finished = False
-        self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
         self._thread.start()
 
@@ -70,7 +66,6 @@ class Board:
     def publish(self, failure: Failure) -> Failure:
         """Publishes a failure, without its text; returns the run's first one: this or another."""
         self._own = replace(failure, text="")
-        self._wake.set()
         self._thread.join(_WRITE_SECONDS)
         if self._first in (None, self._own):
             return failure
@@ -80,7 +75,6 @@ class Board:
         """This member's work is done. Waits for the others, which may read the store of member 0;
         returns the run's failure, if one of them fails."""
         self._finished = True
-        self._wake.set()
         while self._thread.is_alive() and self._lost() is None:
             self._thread.join(0.1)
         return self.failure()
@@ -88,12 +82,14 @@ class Board:
     def _lost(self) -> Failure | None:
         """The failure of a member that does not answer."""
         oldest = time.monotonic() - self._timeout
-        silent = [member for member, moved in self._moved.items() if moved < oldest]
-        if not silent or self._all_finished:
+        silent = [member for member, moved in enumerate(self._moved) if moved < oldest]
+        if not silent:
             return None
         lost = 0 if self._me in silent else silent[0]  # 0 serves the store
-        why = f"no answer for {self._timeout:.0f} s: it or the network is down"
-        line = f"error: lost the connection to {self._names[lost]}: {why}{RESUME_HINT}"
+        line = (
+            f"error: lost the connection to {self._names[lost]}: no answer for "
+            f"{self._timeout:.0f} s: it or the network is down{RESUME_HINT}"
+        )
         return Failure(line, permanent=True)
 
     def _run(self) -> None:
@@ -101,31 +97,31 @@ class Board:
         try:
             while not self._exchange(number):
                 number += 1
-                self._wake.wait(_BEAT_SECONDS)
-                self._wake.clear()
+                time.sleep(_BEAT_SECONDS)
         except RuntimeError:  # the process that serves the store has ended
-            self._all_finished = self._finished
             if not self._finished:
-                why = "it was killed or has crashed; see the output there"
-                line = f"error: {self._names[0]} has left the run: {why}{RESUME_HINT}"
+                line = (
+                    f"error: {self._names[0]} has left the run: it was killed or has crashed; see "
+                    f"the output there{RESUME_HINT}"
+                )
                 self._first = Failure(line, permanent=True)
 
     def _exchange(self, number: int) -> bool:
         """One heartbeat; returns whether it was the last."""
-        self._store.set(f"beat {self._me}", "finished" if self._finished else str(number))
-        for member, last in self._beats.items():
+        state = "finished" if self._finished else "works"
+        self._store.set(f"beat {self._me}", f"{number} {state}")
+        for member, last in enumerate(self._beats):
             beat = self._get(f"beat {member}")
-            if beat != last or beat == "finished":
+            if beat != last:
                 self._beats[member] = beat
                 self._moved[member] = time.monotonic()
         if self._own:
             self._store.compare_set("failure", "", json.dumps(asdict(self._own)))
         text = self._get("failure")
-        self._all_finished = set(self._beats.values()) == {"finished"}
-        if not text and not self._all_finished:
-            return False
         if text:
             self._first = Failure(**json.loads(text))
+        if not text and not all(beat.endswith("finished") for beat in self._beats):
+            return False
         if self._me == 0 and len(self._names) > 1:
             time.sleep(_SERVE_SECONDS)
         return True

@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.errors import UserError, listing
 from toolkit.launch.environment import parse_int
-from toolkit.launch.network import LOOPBACK, is_this_machine, resolve_addresses
+from toolkit.launch.network import LOOPBACK, is_this_machine
 
 TWO_NODE_FILES = "accelerate_configs/2node.yaml (or 2node_zero2, 2node_zero3, 2node_fsdp2)"
 PLACEHOLDER = "ADDRESS_OF_MACHINE_0"
@@ -38,10 +38,7 @@ def name_machine(host: str, ranks: Sequence[int]) -> str:
 
 
 def find_machines(
-    options: Mapping[str, str | None],
-    config: Mapping[str, Any],
-    path: Path,
-    env: Mapping[str, str],
+    options: Mapping[str, str | None], config: Mapping[str, Any], path: Path, env: Mapping[str, str]
 ) -> Machines:
     """The machines, from the options after the script, an accelerate config and the environment.
 
@@ -54,16 +51,12 @@ def find_machines(
         _refuse_options_of_several(options, path)
         return Machines(1, 0, "", LOOPBACK, 0)
     first = options.get("main_process_ip") or _first_address(config, path)
-    sources = {
-        "--machine_rank": options.get("machine_rank"),
-        "NODE_RANK": env.get("NODE_RANK"),
-        "SLURM_NODEID": env.get("SLURM_NODEID"),
-    }
-    rank, source = _rank(sources, config, first, count)
+    rank, source = _rank(options, config, env, first, count)
     if not 0 <= rank < count:
-        why = f"{path} is for {count} machines, and this one has rank {rank} ({source})"
-        remedy = f"pass --machine_rank 0 on the first and up to {count - 1} on the others"
-        raise UserError(f"{why}: {remedy} (or set NODE_RANK)")
+        raise UserError(
+            f"{path} is for {count} machines, and this one has rank {rank} ({source}): pass "
+            f"--machine_rank 0 on the first and up to {count - 1} on the others (or set NODE_RANK)"
+        )
     return Machines(count, rank, source, first, port)
 
 
@@ -71,8 +64,10 @@ def _refuse_options_of_several(options: Mapping[str, str | None], path: Path) ->
     """They would be ignored silently, and each machine would train on its own."""
     for name in ("machine_rank", "main_process_ip"):
         if options.get(name):
-            why = f"{path} is for one machine, so --{name} would have no effect"
-            raise UserError(f"{why}: use {TWO_NODE_FILES}, or leave it out")
+            raise UserError(
+                f"{path} is for one machine, so --{name} would have no effect: use "
+                f"{TWO_NODE_FILES}, or leave it out"
+            )
 
 
 def _first_address(config: Mapping[str, Any], path: Path) -> str:
@@ -88,21 +83,21 @@ def _first_address(config: Mapping[str, Any], path: Path) -> str:
 
 
 def _rank(
-    sources: Mapping[str, str | None],
+    options: Mapping[str, str | None],
     config: Mapping[str, Any],
+    env: Mapping[str, str],
     first: str,
     count: int,
 ) -> tuple[int, str]:
     """(this machine's rank, its source); -1 if nothing says it."""
-    for name, value in sources.items():
-        if value is not None:
-            return parse_int(name.lstrip("-"), value), name
+    sources: dict[str, Any] = {
+        "--machine_rank": options.get("machine_rank"),
+        "NODE_RANK": env.get("NODE_RANK"),
+        "SLURM_NODEID": env.get("SLURM_NODEID"),
+    }
     if is_this_machine(first):
-        return 0, f"{first} is an address of this machine"
-    if config.get("machine_rank") is not None:
-        rank = parse_int("machine_rank", config["machine_rank"])
-        return rank, "machine_rank in the config file"
-    if not resolve_addresses(first):
-        remedy = "give its IP address (`hostname -I` there), or add the name to /etc/hosts"
-        raise UserError(f"the name of the first machine, {first}, is unknown here: {remedy}")
-    return 1 if count == 2 else -1, f"{first} is not an address of this machine"
+        sources[f"{first} is an address of this machine"] = 0
+    sources["machine_rank in the config file"] = config.get("machine_rank")
+    sources[f"{first} is not an address of this machine"] = 1 if count == 2 else -1
+    source = next(name for name, value in sources.items() if value is not None)
+    return parse_int(source, sources[source]), source

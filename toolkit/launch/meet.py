@@ -1,17 +1,19 @@
-"""The machines of a run, or its ranks, find each other: who is missing, who is there twice, what
+"""The launchers of a run, or its ranks, find each other: who is missing, who is there twice, what
 differs between them.
 
-All write a hello to torch's store, which the first of them serves, and read those of the others.
+All write what they know of themselves to torch's store, which the first of them serves, and read
+what the others have written.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import UserError, listing, printable
@@ -23,23 +25,10 @@ from toolkit.utils.log import logger
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
 
-_POLL_SECONDS, _LOG_SECONDS = 0.1, 5.0
-_TWIN_REMEDY = "give each its own --machine_rank (or NODE_RANK; RANK, if set by hand)"
+_POLL_SECONDS, _LOG_SECONDS = 0.05, 10.0
+_FAULT = "fault"
 # Who serves the store waits this long for the others to read a fault.
 _READ_SECONDS = 3.0
-
-
-@dataclass(frozen=True)
-class Hello:
-    """One machine, or one rank, of a run."""
-
-    number: int
-    host: str = field(default_factory=socket.gethostname)
-    node: str = field(default_factory=network.node_id)
-    address: str = ""
-    """Its source address for connections to the first one."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """Versions and settings that must be the same everywhere."""
 
 
 @dataclass(frozen=True)
@@ -65,115 +54,120 @@ def device_type() -> str:
     return accelerator.type if accelerator else "cpu"
 
 
-def meet_launchers(machines: Machines, facts: Mapping[str, Any], seconds: float) -> Met:
-    """Waits for the other machines' launchers, and chooses the interface between them.
+def open_store(first: str, port: int, serves: bool, is_local: bool, seconds: float) -> TCPStore:
+    """The store of a run, at the first machine's address: served by one process there, `serves`,
+    to which the others connect. `is_local`: all are on this machine. Raises UserError."""
+    is_here = network.is_this_machine(first)
+    address = network.address_to_serve(first, is_local) if is_here else first
+    if serves and is_here:
+        return network.serve_store(address, port)
+    return network.connect_store(address, port, seconds)
 
-    Raises UserError, in all, if one is missing, is there twice or differs in `facts`.
-    """
-    rank, first = machines.rank, machines.first
-    is_alone = machines.count == 1
-    if not is_alone:
-        who = f"machine {rank} ({socket.gethostname()}) of {machines.count}"
-        logger.info(f"this is {who}: {machines.rank_source}")
-    if rank == 0 and network.is_this_machine(first):
-        address = network.address_to_serve(first, is_alone)
-        store = network.serve_store(address, machines.port)
-    else:
-        address = first
-        store = network.connect_store(first, machines.port, seconds)
+
+def meet_launchers(machines: Machines, facts: Mapping[str, Any], seconds: float) -> Met:
+    """Waits for the other machines' launchers. Raises UserError as `meet`."""
+    rank, first, count = machines.rank, machines.first, machines.count
+    if count > 1:
+        host = socket.gethostname()
+        logger.info(f"this is machine {rank} ({host}) of {count}: {machines.rank_source}")
+    store = open_store(first, machines.port, rank == 0, count == 1, seconds)
     remedy = (
         f"start the same command there, with --main_process_ip {first} there too; if it "
         "was started, see its output, and open all ports between the machines. "
         f"{network.doctor_command(first)}"
     )
-    names = [f"machine {number}" for number in range(machines.count)]
-    hellos = meet(store, address, rank, names, facts, remedy, seconds)
-    return Met(store, [hello.host for hello in hellos])
+    members = meet(store, store.host, "machine", rank, count, facts, remedy, seconds)
+    return Met(store, [host for host, _ in members])
 
 
 def meet(
     store: Store,
     address: str,
+    noun: str,
     number: int,
-    names: Sequence[str],
+    count: int,
     facts: Mapping[str, Any],
     remedy: str,
     seconds: float,
-) -> list[Hello]:
-    """Waits for all, and chooses the interface between them; returns their hellos in order.
+) -> list[tuple[str, str]]:
+    """Waits for all, and chooses the interface between them; returns (host, node) of each.
 
-    `address`: the store's. `number`: this one's. `names`: `machine 1`, for the user. `remedy`: what
-    to do if some are missing. Raises UserError, in all, within `seconds` and a little more.
+    `address`: the store's. `noun`: machine or rank. `remedy`: what to do if some are missing.
+    Raises UserError, in all, within `seconds` and a little more, if one is missing, is there twice
+    or differs in `facts`.
     """
-    me = Hello(number, address=network.source_address_for(address), facts=facts)
+    here = socket.gethostname(), network.node_id(), facts
     try:
-        _write_hello(store, me, names)
-        hellos = _wait_for_all(store, me, names, seconds, remedy)
-        _refuse_differences(hellos)
+        if store.add(f"count {number}", 1) > 1:
+            other = json.loads(store.get(str(number)))
+            raise UserError(
+                f"two are {noun} {number}, on {other[0]} and {here[0]}: give each its own "
+                "--machine_rank (or NODE_RANK; RANK, if set by hand)"
+            )
+        members = exchange(store, noun, number, count, here, remedy, seconds)
+        refuse_differences("versions and settings", [(host, facts) for host, _, facts in members])
     except UserError as error:
         with contextlib.suppress(RuntimeError):  # the first machine has read it, and has ended
-            store.set("fault", str(error))
+            store.set(_FAULT, str(error))
             time.sleep(_READ_SECONDS)
         raise
     except RuntimeError as error:
-        raise UserError(f"{names[0]} was reached, and has ended since") from error
-    _choose_interface(me, hellos)
-    return hellos
-
-
-def _choose_interface(me: Hello, hellos: Sequence[Hello]) -> None:
-    source = me.address
-    if len({hello.node for hello in hellos}) == 1:
-        source = network.LOOPBACK
-    elif network.is_loopback(source):  # the first machine's name, on Debian
-        source = network.source_address_for(hellos[-1].address)
+        raise UserError(f"{noun} 0 was reached, and has ended since") from error
+    nodes = {node for _, node, _ in members}
+    on_one_node = len(nodes) == 1
+    source = network.LOOPBACK if on_one_node else network.source_address_for(address)
     network.choose_interface(source)
+    return [(host, node) for host, node, _ in members]
 
 
-def _wait_for_all(
-    store: Store, me: Hello, names: Sequence[str], seconds: float, remedy: str
-) -> list[Hello]:
+def exchange(
+    store: Store,
+    noun: str,
+    number: int,
+    count: int,
+    value: Any,
+    purpose: str,
+    seconds: float = math.inf,
+) -> list[Any]:
+    """Publishes this member's `value`, as JSON; waits for those of all, and returns them in order.
+
+    `purpose`: what the first member logs if it takes long. Raises UserError after `seconds`, and
+    for a fault that another member has published.
+    """
+    store.set(str(number), json.dumps(value, default=str))
+    missing = list(range(count))
     started = time.monotonic()
-    is_logged = False
+    log_time = started + _LOG_SECONDS
     while True:
-        missing = [name for number, name in enumerate(names) if not store.check([_key(number)])]
-        if store.check(["fault"]):
-            raise UserError(printable(store.get("fault").decode(), 10_000))
+        missing = [other for other in missing if not store.check([str(other)])]
+        if store.check([_FAULT]):
+            raise UserError(printable(store.get(_FAULT).decode(), 10_000))
         if not missing:
-            return [_read_hello(store, number) for number in range(len(names))]
-        waited = time.monotonic() - started
-        absent = listing(missing, 8)
-        if waited > seconds:
-            fault = f"{absent} did not come within {seconds:.0f} s (--rendezvous_timeout)"
-            raise UserError(f"{fault}: {remedy}")
-        if waited > _LOG_SECONDS and me.number == 0 and not is_logged:
-            is_logged = True
-            logger.info(f"waiting for {absent}: {remedy}")
+            break
+        absent = f"{noun} {listing(missing, 8)}"
+        now = time.monotonic()
+        if now > started + seconds:
+            raise UserError(
+                f"{absent} did not come within {seconds:.0f} s (--rendezvous_timeout): {purpose}"
+            )
+        if number == 0 and now > log_time:
+            log_time = math.inf
+            logger.info(f"waiting for {absent}: {purpose}")
         time.sleep(_POLL_SECONDS)
+    values = [json.loads(store.get(str(other))) for other in range(count)]
+    store.add("read", 1)
+    if number == 0:  # it may serve the store, and end after this
+        deadline = time.monotonic() + _LOG_SECONDS
+        while store.add("read", 0) < count and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+    return values
 
 
-def _key(number: int) -> str:
-    return f"hello {number}"
-
-
-def _write_hello(store: Store, me: Hello, names: Sequence[str]) -> None:
-    """Raises UserError if there is another one with this number."""
-    if store.add(f"count {me.number}", 1) > 1:
-        hosts = f"on {_read_hello(store, me.number).host} and {me.host}"
-        raise UserError(f"two are {names[me.number]}, {hosts}: {_TWIN_REMEDY}")
-    store.set(_key(me.number), json.dumps(asdict(me)))
-
-
-def _read_hello(store: Store, number: int) -> Hello:
-    return Hello(**json.loads(store.get(_key(number))))
-
-
-def _refuse_differences(hellos: Sequence[Hello]) -> None:
-    """Raises UserError if versions or settings differ."""
-    facts = [(hello.host, hello.facts) for hello in hellos]
-    differences = versions.describe_differences(facts)
-    if not differences:
-        return
-    remedy = versions.remedy(facts) or "start all with the same --num_processes"
-    why = f"the machines differ: {printable(differences, 2000)}"
-    raise UserError(f"{why}. {remedy}; nothing was read or trained")
+def refuse_differences(what: str, tables: Sequence[versions.Table]) -> None:
+    """Raises UserError if a value differs between the members of a run."""
+    differences = versions.describe_differences(tables)
+    if differences:
+        raise UserError(
+            f"{what} are not the same everywhere: {printable(differences, 2000)}. Give all "
+            "machines the same versions, code, files and settings; nothing was trained"
+        )

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 _TEST_NET = "192.0.2.1"  # reserved for documentation: packets to it would take the default route
-_CONNECT_SECONDS, _POLL_SECONDS = 5.0, 0.1
+_STORE_TIMEOUT = timedelta(minutes=5)
+_CONNECT_SECONDS, _POLL_SECONDS = 3.0, 0.1
 
 
 # error -> (what it means, what to check, with the commands)
@@ -52,7 +53,7 @@ _CAUSES: dict[type[OSError], tuple[str, str]] = {
 }
 
 
-def serve_store(address: str, port: int, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
+def serve_store(address: str, port: int) -> TCPStore:
     """Serves torch's store on one address of this machine, and nowhere else; port 0: any.
 
     torch itself would listen on all addresses. Raises UserError if the port is taken.
@@ -70,7 +71,7 @@ def serve_store(address: str, port: int, timeout: timedelta = timedelta(minutes=
         ) from error
     port = server.getsockname()[1]
     return TCPStore(
-        address, port, None, True, timeout, wait_for_workers=False,
+        address, port, None, True, _STORE_TIMEOUT, wait_for_workers=False,
         master_listen_fd=server.detach(),
     )  # fmt: skip
 
@@ -81,18 +82,17 @@ def connect_store(address: str, port: int, seconds: float) -> TCPStore:
 
     deadline = time.monotonic() + seconds
     while True:
-        remaining = deadline - time.monotonic()
-        timeout = max(1.0, min(_CONNECT_SECONDS, remaining))
         try:
-            socket.create_connection((address, port), timeout).close()
+            socket.create_connection((address, port), _CONNECT_SECONDS).close()
             break
         except OSError as error:
-            if remaining < 0:
-                why = _explain(error, address, port)
-                who = f"{socket.gethostname()} could not reach the first machine"
-                raise UserError(f"{who} in {seconds:.0f} s: {why}") from error
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"{socket.gethostname()} could not reach the first machine in {seconds:.0f} s: "
+                    f"{_explain(error, address, port)}"
+                ) from error
         time.sleep(_POLL_SECONDS)
-    return TCPStore(address, port, None, False, timedelta(minutes=5))
+    return TCPStore(address, port, None, False, _STORE_TIMEOUT)
 
 
 def _explain(error: OSError, address: str, port: int) -> str:
@@ -100,8 +100,10 @@ def _explain(error: OSError, address: str, port: int) -> str:
     detail, remedy = _CAUSES.get(type(error), _CAUSES[OSError])
     here = source_address_for(address) or "THIS_MACHINE"
     advice = remedy.format(here=here, there=shlex.quote(address), port=port)
-    cause = f"{address}:{port}: {detail} ({error.strerror or error})"
-    return f"{cause}. To do: {advice}. {doctor_command(address)}"
+    return (
+        f"{address}:{port}: {detail} ({error.strerror or error}). To do: {advice}. "
+        f"{doctor_command(address)}"
+    )
 
 
 def doctor_command(first: str) -> str:

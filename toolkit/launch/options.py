@@ -22,7 +22,6 @@ from toolkit.launch import environment
 from toolkit.launch.environment import parse_int, timeout_variable
 from toolkit.launch.machines import TWO_NODE_FILES, Machines, find_machines
 from toolkit.utils.compat import require
-from toolkit.utils.extras import require_extra
 from toolkit.utils.files import read_yaml, templates
 
 _LAUNCH = (
@@ -41,7 +40,7 @@ _SET_BY_LAUNCHERS = re.compile(
     r"|MPI_LOCAL.*|SLURM_(PROCID|LOCALID|STEPID)|TORCH_NCCL_ASYNC_ERROR_HANDLING)$"
 )
 # options of `accelerate launch` that a config file after the script replaces
-_REPLACED = re.compile(r"--(num.processes|mixed.precision|cpu|use[-_]\w+)")
+_REPLACED = ("num_processes", "mixed_precision", "cpu", "use_deepspeed", "use_fsdp")
 
 
 @dataclass(frozen=True)
@@ -51,21 +50,21 @@ class Request:
     config_file: Path
     script: tuple[str, ...]
     """The script and its settings, without launch options."""
-    module: str | None
-    """The package, in place of the script, for `python -m`."""
     argv: tuple[str, ...]
     """The command line as typed, without Python."""
     processes: int
     """Over all machines."""
     machines: Machines
     max_restarts: int
-    deepspeed_config: str | None
     use_cpu: bool
 
     def command(self) -> list[str]:
         """The command line of each process."""
-        start = ["-m", self.module] if self.module else [self.script[0]]
-        return [sys.executable, "-u", *start, *self.script[1:]]
+        program, *words = self.script
+        start = [program]
+        if program.endswith("toolkit/__main__.py"):  # `python -m toolkit`
+            start = ["-m", "toolkit"]
+        return [sys.executable, "-u", *start, *words]
 
     def marker(self) -> dict[str, Any]:
         """For the processes: what was asked for (`environment.launch_request`)."""
@@ -88,7 +87,7 @@ def split_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     return parser.parse_known_args(list(argv))
 
 
-def take_options(argv: list[str], module: str | None) -> tuple[list[str], Request | None]:
+def take_options(argv: list[str]) -> tuple[list[str], Request | None]:
     """(the arguments without launch options, what they ask to start).
 
     `argv` is `sys.argv`. Sets the variables of timeouts and of `--deepspeed_config`. Exits in all
@@ -96,95 +95,71 @@ def take_options(argv: list[str], module: str | None) -> tuple[list[str], Reques
     """
     options, rest = split_arguments(argv[1:])
     script = [argv[0], *rest]
-    _set_timeouts(options)
-    present = [name for name in _LAUNCH if getattr(options, name) is not None]
-    if not present:
-        if options.deepspeed_config:
-            os.environ[DEEPSPEED_CONFIG] = options.deepspeed_config
-        return script, None
-    place = environment.place_of(os.environ)
-    if place.local_rank != 0:
-        raise SystemExit(0)  # local rank 0 starts all processes of this machine
-    if options.config_file is None:
-        remedy = "add --config_file accelerate_configs/ddp.yaml (or another file of that folder)"
-        raise UserError(f"--{present[0]} needs a config file: {remedy}")
-    request = plan_launch(options, script, os.environ, module, argv)
-    _refuse_other_launch(place, module or argv[0], request)
-    return script, request
-
-
-def _set_timeouts(options: argparse.Namespace) -> None:
     for name in environment.TIMEOUTS:
         value = getattr(options, name)
         if value is not None:
             parse_int(f"--{name} (seconds)", value, minimum=1)
             os.environ[timeout_variable(name)] = value
+    if options.deepspeed_config:
+        os.environ[DEEPSPEED_CONFIG] = options.deepspeed_config
+    present = [name for name in _LAUNCH if getattr(options, name) is not None]
+    if not present:
+        return script, None
+    place = environment.place_of(os.environ)
+    if place.local_rank != 0:
+        raise SystemExit(0)  # local rank 0 starts all processes of this machine
+    if options.config_file is None:
+        raise UserError(
+            f"--{present[0]} needs a config file: add --config_file accelerate_configs/ddp.yaml "
+            "(or another file of that folder)"
+        )
+    request = plan_launch(options, script, os.environ, argv)
+    _refuse_other_launch(place, request)
+    return script, request
 
 
-def _refuse_other_launch(place: environment.Place, script: str, request: Request) -> None:
+def _refuse_other_launch(place: environment.Place, request: Request) -> None:
     """Raises UserError if the words before the script ask for another launch than the config file
     after it, which would replace it."""
-    nodes = place.world_size // place.local_world_size
     path, count = request.config_file, request.machines.count
-    # one process a node may be a node's launcher; `accelerate launch` starts all it can by default
     local = place.local_world_size
-    chose_number = local > 1 and place.launcher not in ("accelerate", "environment")
-    if nodes > count or (chose_number and local != request.processes // count):
-        why = (
+    nodes = place.world_size // local
+    # one process a node may be a node's launcher; `accelerate launch` starts all it can by default
+    other = place.launcher != "accelerate" and local not in (1, request.processes // count)
+    if other or nodes > count:
+        raise UserError(
             f"{place.launcher} started {place.world_size} processes on {nodes} machine(s), and "
-            f"{path} asks for {request.processes} on {count}"
+            f"{path} asks for {request.processes} on {count}: pass --num_processes after the "
+            f"script, or use {TWO_NODE_FILES}"
         )
-        raise UserError(f"{why}: pass --num_processes after the script, or use {TWO_NODE_FILES}")
-    words = " ".join(environment.accelerate_launch_words())
-    option = _REPLACED.search(words.partition(script)[0])
-    if option:
-        why = f"{option[0]} before the script has no effect with --config_file {path} after it"
-        raise UserError(f"{why}: put it after")
+    outer = environment.accelerate_options()
+    for name in _REPLACED:
+        if getattr(outer, name, None):
+            raise UserError(
+                f"--{name} before the script has no effect with --config_file {path} after it: "
+                "put it after, or leave it out"
+            )
 
 
 def plan_launch(
     options: argparse.Namespace,
     script: Sequence[str],
     env: Mapping[str, str],
-    module: str | None = None,
     argv: Sequence[str] = (),
 ) -> Request:
     """Raises UserError for a config file that is missing, unreadable or incomplete, or still holds
     a placeholder."""
     path = find_file(str(options.config_file), script[0], "accelerate_configs")
     config = read_config(path)
-    if config["distributed_type"] == "DEEPSPEED":
-        require_extra(str(options.config_file), "deepspeed")
     machines = find_machines(vars(options), config, path, env)
     processes = count_processes(options, config, path, machines.count)
-    return Request(
-        path, tuple(script), module, tuple(argv), processes, machines,
-        parse_int("--max_restarts", options.max_restarts or 0, minimum=0),
-        _deepspeed_config(options.deepspeed_config, config, path, script[0]),
-        use_cpu=bool(config.get("use_cpu")),
-    )  # fmt: skip
-
-
-def _deepspeed_config(
-    option: str | None,
-    config: Mapping[str, Any],
-    path: Path,
-    script: str,
-) -> str | None:
-    """The path of DeepSpeed's JSON, or None. `option`: `--deepspeed_config`."""
-    if option and config["distributed_type"] != "DEEPSPEED":
-        why = f"{path} does not use DeepSpeed, so --deepspeed_config would have no effect"
-        raise UserError(f"{why}: use accelerate_configs/zero2.yaml, or leave it out")
-    section = config.get("deepspeed_config") or {}
-    file = option or section.get("deepspeed_config_file")
-    return str(find_file(file, script, "ds_configs")) if file else None
+    restarts = parse_int("--max_restarts", options.max_restarts or 0, minimum=0)
+    use_cpu = bool(config.get("use_cpu"))
+    return Request(path, tuple(script), tuple(argv), processes, machines, restarts, use_cpu)
 
 
 def count_processes(
-    options: argparse.Namespace,
-    config: Mapping[str, Any],
-    path: Path,
-    machines: int,
+    options: argparse.Namespace, config: Mapping[str, Any], path: Path, machines: int
 ) -> int:
     """Processes over all machines; by default one for each of this one's devices on each."""
     kind = config["distributed_type"]
@@ -197,22 +172,23 @@ def count_processes(
             number *= torch.accelerator.device_count() or 1  # none: the CPU
     processes = parse_int("num_processes", number, path, minimum=1)
     if processes % machines:
-        remedy = f"pass --num_processes {machines * max(1, processes // machines)}"
-        why = f"{processes} processes cannot be divided equally among {machines} machines"
-        raise UserError(f"{path}: {why}: {remedy}")
+        raise UserError(
+            f"{path}: {processes} processes cannot be divided equally among {machines} machines: "
+            f"pass --num_processes {machines * max(1, processes // machines)}"
+        )
     return processes
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """Reads an accelerate config file. Raises UserError."""
-    loaded = read_yaml(path)
-    remedy = "start from one of accelerate_configs/"
-    if not isinstance(loaded, dict):
-        raise UserError(f"{path} is not an accelerate config: {remedy}")
-    kind = loaded.get("distributed_type")
+    config = read_yaml(path)
+    kind = config.get("distributed_type") if isinstance(config, dict) else None
     if kind not in _TYPES:
-        raise UserError(f"{path}: distributed_type {kind} is not supported: {remedy}")
-    return loaded
+        raise UserError(
+            f"{path}: distributed_type {kind} is not supported: start from one of "
+            "accelerate_configs/"
+        )
+    return dict(config)
 
 
 def find_file(name: str, script: str, folder: str) -> Path:
@@ -257,7 +233,6 @@ def accelerate_environment(request: Request) -> dict[str, str]:
         if options.use_deepspeed:
             fields = [*config.deepspeed_config, *["mixed_precision"] * has_precision]
             options.deepspeed_fields_from_accelerate_config = ",".join(fields)
-            options.deepspeed_config_file = request.deepspeed_config
             env = prepare_deepspeed_cmd_env(options)[1]
         else:
             env = prepare_multi_gpu_env(options)

@@ -30,44 +30,29 @@ def autocast(accelerator: Accelerator) -> torch.autocast:
     return torch.autocast(accelerator.device.type, dtype)
 
 
-def auto_precision(device: str) -> tuple[str, str]:
-    """(no, bf16 or fp16; why): what the accelerate config enables, or else this process's
-    device computes fast. `device`: its type.
+def auto_precision(device: str) -> str:
+    """no, bf16 or fp16: what the accelerate config enables, or else this process's device computes
+    fast. `device`: its type.
 
     Its `no` counts for nothing: launchers set it by default.
     """
+    import torch
+
     enabled = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if enabled != "no":
-        return enabled, "the accelerate config says so"
-    if device == "cpu":
-        return _of_cpu()
+        return enabled
     if device == "cuda":
-        return _of_gpu()
-    return "no", f"unknown device {device}"
-
-
-def _of_cpu() -> tuple[str, str]:
-    import torch
-
-    able = torch.cpu.get_capabilities()
-    name = str(able.get("cpu_name") or "this CPU")
-    if able.get("amx_bf16"):
-        return "bf16", f"{name} has AMX"
-    if able.get("avx512_bf16") and "AMD" in name:
-        return "bf16", f"{name} has avx512_bf16"
-    return "no", f"{name} is not faster in bf16"
-
-
-def _of_gpu() -> tuple[str, str]:
-    import torch
-
-    name = torch.cuda.get_device_name()
-    capability = torch.cuda.get_device_capability()
-    if torch.version.hip or capability >= _HAS_BF16:
-        return "bf16", f"{name} supports it"
-    if capability >= _HAS_FAST_FP16:
-        return "fp16", f"{name} has no bf16"
-    return "no", f"{name} is fast in neither bf16 nor fp16"
+        capability = torch.cuda.get_device_capability()
+        if torch.version.hip or capability >= _HAS_BF16:
+            return "bf16"
+        if capability >= _HAS_FAST_FP16:
+            return "fp16"
+    if device == "cpu":
+        able = torch.cpu.get_capabilities()
+        is_amd = "AMD" in str(able.get("cpu_name"))
+        if able.get("amx_bf16") or (is_amd and able.get("avx512_bf16")):
+            return "bf16"
+    return "no"
 
 
 def choose_matmul_precision(accelerator: Accelerator) -> None:

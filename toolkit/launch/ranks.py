@@ -1,98 +1,94 @@
-"""The ranks of a run: who they are, and how they meet and watch each other under a launcher that
-is not ours."""
+"""The ranks of a run: who they are, what they compare, and how they meet and watch each other under
+a launcher that is not ours."""
 
 from __future__ import annotations
 
 import atexit
 import os
+import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit.launch import environment, network
 from toolkit.launch.environment import Place, timeout_seconds
-from toolkit.launch.exit_state import exit_state
-from toolkit.launch.failure import exit_with
+from toolkit.launch.failure import exit_state, exit_with
 from toolkit.launch.heartbeat import Board, Failure
 from toolkit.launch.machines import name_machine
-from toolkit.launch.meet import Hello, facts_to_compare, meet
+from toolkit.launch.meet import exchange, facts_to_compare, meet, open_store, refuse_differences
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from accelerate import Accelerator
+    from torch.distributed import Store, TCPStore
 
 
 @dataclass
 class World:
     """The processes of this run."""
 
+    place: Place
     store: Store
     """In which they form their group."""
     machines: list[tuple[str, list[int]]] = field(default_factory=list)
     """(host, its ranks), in order."""
-    server: Store | None = None
-    """Kept alive: this process may serve it."""
-    barriers: int = 0
-    """How often `wait_for_all` was called."""
+    exchanges: int = 0
+
+    def exchange(self, value: Any, purpose: str) -> list[Any]:
+        """Gathers a value of each rank, without a timeout: a collective would time out while one
+        machine works longer than others."""
+        from torch.distributed import PrefixStore
+
+        self.exchanges += 1
+        store = PrefixStore(f"exchange {self.exchanges}", self.store)
+        return exchange(store, "rank", self.place.rank, self.place.world_size, value, purpose)
 
 
 def join(place: Place, device: str) -> World:
     """Under our launcher the machines have met already; under others the ranks meet here."""
-    from torch.distributed import HashStore
+    if exit_state.world is None:
+        exit_state.world = _connect(place, device)
+    return exit_state.world
 
-    if exit_state.world is not None:
-        return exit_state.world
-    machines = environment.launch_request().get("machines")
+
+def _connect(place: Place, device: str) -> World:
+    from torch.distributed import HashStore, PrefixStore
+
     if place.world_size == 1:
-        world = World(HashStore())
-    elif machines:
-        world = World(_connect("ranks"), machines)
-    else:
-        world = _meet(place, device)
-    exit_state.world = world
+        return World(place, HashStore())
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = place.rank == 0 and not launcher_serves
+    seconds = timeout_seconds("rendezvous_timeout")
+    server = open_store(address, port, serves, place.is_local, seconds)
+    os.environ["MASTER_ADDR"] = server.host
+    # keys of its own for each attempt: those of the last hold addresses of processes that are gone
+    store = PrefixStore(f"toolkit/attempt {environment.attempt()}", server)
+    world = World(place, store, environment.launch_request().get("machines", []))
+    if not world.machines:
+        _meet(world, server, device)
     return world
 
 
-def _connect(prefix: str) -> Store:
-    """An own connection to the store of this run, in which each attempt has its own keys: those of
-    the last one hold addresses of processes that are gone."""
+def _meet(world: World, server: TCPStore, device: str) -> None:
     from torch.distributed import PrefixStore
 
-    address = os.environ["MASTER_ADDR"]
-    port = int(os.environ["MASTER_PORT"])
-    store = network.connect_store(address, port, timeout_seconds("rendezvous_timeout"))
-    return PrefixStore(f"toolkit/{prefix} of attempt {environment.attempt()}", store)
-
-
-def list_machines() -> list[str]:
-    """`hostA (ranks 0, 1)` for each machine; empty if there is one."""
-    world = exit_state.world
-    if world is None or len(world.machines) < 2:
-        return []
-    return [name_machine(*machine) for machine in world.machines]
-
-
-def _meet(place: Place, device: str) -> World:
-    address = os.environ["MASTER_ADDR"]
-    server = None
-    if not environment.launcher_serves_store():
-        if network.is_this_machine(address):
-            address = os.environ["MASTER_ADDR"] = network.address_to_serve(address, place.is_local)
-        if place.rank == 0:
-            server = network.serve_store(address, int(os.environ["MASTER_PORT"]))
-    facts = facts_to_compare(sys.argv[0], device, place.world_size)
-    names = [f"rank {rank}" for rank in range(place.world_size)]
+    place, seconds = world.place, timeout_seconds("rendezvous_timeout")
+    rank, size = place.rank, place.world_size
+    facts = facts_to_compare(sys.argv[0], device, size)
     remedy = "start them too, with the same number of processes"
-    seconds = timeout_seconds("rendezvous_timeout")
-    hellos = meet(_connect("meeting"), address, place.rank, names, facts, remedy, seconds)
-    nodes: dict[str, list[Hello]] = {}
-    for hello in hellos:
-        nodes.setdefault(hello.node, []).append(hello)
-    machines = [(node[0].host, [hello.number for hello in node]) for node in nodes.values()]
-    if len(machines) > 1:
-        _watch(_connect("heartbeats"), machines, place.rank)
-    return World(_connect("ranks"), machines, server)
+    members = meet(world.store, server.host, "rank", rank, size, facts, remedy, seconds)
+    nodes: dict[str, tuple[str, list[int]]] = {}
+    for number, (host, node) in enumerate(members):
+        nodes.setdefault(node, (host, []))[1].append(number)
+    world.machines = list(nodes.values())
+    if len(nodes) > 1:
+        # a connection of its own: the group's may wait for a key
+        connection = network.connect_store(server.host, server.port, seconds)
+        prefix = f"toolkit/heartbeats of attempt {environment.attempt()}"
+        _watch(PrefixStore(prefix, connection), world.machines, rank)
 
 
 def _watch(store: Store, machines: list[tuple[str, list[int]]], rank: int) -> None:
@@ -117,3 +113,31 @@ def _exit_on_failure(board: Board, name: str) -> None:
         if failure:
             exit_with(failure)
         time.sleep(0.5)
+
+
+# --- for the rest of the package
+
+
+def list_machines() -> list[str]:
+    """`hostA (ranks 0, 1)` for each machine; empty if there is one."""
+    world = exit_state.world
+    if world is None or len(world.machines) < 2:
+        return []
+    return [name_machine(*machine) for machine in world.machines]
+
+
+def wait_for_all(what: str) -> None:
+    """A barrier without a timeout. `what`: what others may still work on."""
+    if exit_state.world is not None:
+        exit_state.world.exchange(None, what)
+
+
+def require_equal(accelerator: Accelerator, what: str, values: Mapping[str, Any]) -> None:
+    """Waits for all ranks. Raises UserError on all of them if a value differs, with the values and
+    their hosts."""
+    if accelerator.num_processes == 1 or exit_state.world is None:
+        return
+    host = f"rank {accelerator.process_index}"
+    if list_machines():
+        host = socket.gethostname()
+    refuse_differences(what, exit_state.world.exchange((host, values), what))

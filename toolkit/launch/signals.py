@@ -7,11 +7,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from types import FrameType
-from typing import Any
-
-from toolkit.launch.exit_state import exit_state
+from typing import Any, ClassVar
 
 INTERRUPTED = 128 + signal.SIGINT
 """The exit code after Ctrl-C."""
@@ -30,18 +27,8 @@ class StopRequested(Exception):  # noqa: N818
 
 def stop_requested() -> int:
     """The number of a stop signal that this process has received and not yet handled; 0: none."""
-    if exit_state.signals is None:
-        return 0
-    return exit_state.signals.requested
-
-
-def install_handler(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
-    """Handles the stop signals; returns the handlers before. SIGHUP stays ignored under nohup."""
-    before: dict[int, Any] = {}
-    for number in STOP_SIGNALS:
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            before[number] = signal.signal(number, handler)
-    return before
+    signals = StopSignals.current
+    return signals.requested if signals else 0
 
 
 class StopSignals:
@@ -49,6 +36,9 @@ class StopSignals:
 
     A second Ctrl-C, three seconds later or more, raises KeyboardInterrupt.
     """
+
+    current: ClassVar[StopSignals | None] = None
+    """The one that receives them."""
 
     def __init__(self, prints: bool) -> None:
         self.requested = 0
@@ -58,13 +48,15 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        exit_state.signals = self
+        StopSignals.current = self
         if threading.current_thread() is threading.main_thread():  # others cannot set handlers
-            self._before = install_handler(self._handle)
+            for number in STOP_SIGNALS:
+                if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP under nohup
+                    self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        exit_state.signals = None
+        StopSignals.current = None
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.errors import UserError
@@ -15,6 +14,7 @@ from toolkit.launch.options import DEEPSPEED_CONFIG, find_file, read_config
 from toolkit.utils.extras import require_extra
 
 DEFAULT_DEEPSPEED_CONFIG = "ds_configs/zero2.json"
+_CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 # the variable of a key -> why it is not supported, and what to do
 _UNSUPPORTED = {
@@ -28,27 +28,29 @@ _UNSUPPORTED = {
 
 
 def is_set(name: str) -> bool:
-    """Whether a variable has a true value. It becomes `true`, which accelerate accepts always."""
-    is_true = os.environ.get(name, "").lower() in ("true", "1", "yes", "y", "on", "t")
-    if is_true:
-        os.environ[name] = "true"
-    return is_true
+    """Whether a variable has a true value."""
+    from accelerate.utils import parse_flag_from_env
+
+    return bool(parse_flag_from_env(name))
 
 
 def use_deepspeed(place: Place, device: str) -> bool:
     """Whether this launch uses DeepSpeed. Under other launchers it sets the variables of
     `accelerate launch`, which the process's further accelerators read too."""
-    file = os.environ.get(DEEPSPEED_CONFIG)
+    option = os.environ.get(DEEPSPEED_CONFIG)
+    file = option or os.environ.get(_CONFIG_FILE)
     by_accelerate = is_set("ACCELERATE_USE_DEEPSPEED")
     if not (by_accelerate or file or place.launcher == "deepspeed"):
         return False
     require_extra("this launch", "deepspeed")
     if is_set("ACCELERATE_USE_FSDP"):
-        raise UserError(f"--deepspeed_config {file}: the accelerate config asks for FSDP: use one")
-    if file or not by_accelerate:  # accelerate launch has set them
+        raise UserError(
+            f"--deepspeed_config {option}: the accelerate config asks for FSDP: use one"
+        )
+    if file or not by_accelerate:  # otherwise the stage stands in the accelerate config
         path = find_file(file or DEFAULT_DEEPSPEED_CONFIG, sys.argv[0], "ds_configs")
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-        os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(path)
+        os.environ[_CONFIG_FILE] = str(path)
     if os.environ.get(_ACCUMULATION) == "auto":  # in its config; accelerate reads a number here
         del os.environ[_ACCUMULATION]
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
@@ -79,23 +81,16 @@ def check_config() -> None:
 
 
 def requested_processes(place: Place) -> tuple[int, str]:
-    """(number of processes requested, by which file or launcher)."""
+    """(number of processes requested, by which file or launcher). `accelerate launch` silently
+    starts one process for MULTI_CPU, whatever its file requests."""
+    from accelerate.commands.config import config_args
+
     request = environment.launch_request()
     if request:
         return int(request["num_processes"]), str(request["config_file"])
-    words = environment.accelerate_launch_words()
-    if words and place.world_size == 1:
-        return requested_of_accelerate(words)
-    return place.world_size, place.launcher
-
-
-def requested_of_accelerate(words: Sequence[str]) -> tuple[int, str]:
-    """The same for `accelerate launch` with these arguments, which for MULTI_CPU silently starts
-    one process, whatever the file requests."""
-    from accelerate.commands.config import config_args
-    from accelerate.commands.launch import launch_command_parser
-
-    options = launch_command_parser().parse_args(words)
+    options = environment.accelerate_options()
+    if options is None or place.world_size > 1:
+        return place.world_size, place.launcher
     if options.num_processes is not None:
         return options.num_processes, "accelerate launch --num_processes"
     # without a file it silently uses the user's default one

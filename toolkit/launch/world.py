@@ -4,11 +4,9 @@ one that was requested."""
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 import socket
-import time
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
@@ -17,20 +15,17 @@ from typing import TYPE_CHECKING, Any
 from toolkit.errors import UserError, first_line
 from toolkit.launch import environment, precision, ranks, strategy
 from toolkit.launch.environment import Place, timeout_seconds
-from toolkit.launch.exit_state import exit_state
+from toolkit.launch.failure import exit_state
 from toolkit.launch.meet import device_type
 from toolkit.launch.precision import AUTO
+from toolkit.launch.ranks import World
 from toolkit.launch.strategy import is_set
-from toolkit.utils import collector, versions
+from toolkit.utils import collector
 from toolkit.utils.children import stop_with_parent
 from toolkit.utils.log import logger
-from toolkit.utils.memory import read_cgroup
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from torch.distributed import Store
-
-_LOG_SECONDS = 60.0
 
 
 def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Accelerator:
@@ -45,16 +40,15 @@ def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Acce
     device = _choose_device(place)
     uses_deepspeed = strategy.use_deepspeed(place, device)
     strategy.check_config()
-    store = ranks.join(place, device).store
-    _start_process_group(store, place, device, uses_deepspeed)
+    world = ranks.join(place, device)
+    _start_process_group(world, device, uses_deepspeed)
     verify_world(place)
-    choice, why = _choose_precision(mixed_precision, place, device)
-    accelerator = _create(choice, device, uses_deepspeed, options)
+    chosen = _choose_precision(mixed_precision, world, device)
+    accelerator = _create(chosen, device, uses_deepspeed, options)
     precision.choose_matmul_precision(accelerator)
     if mixed_precision == AUTO:
-        line = f"mixed precision {choice}: {why} (--mixed_precision no, bf16 or fp16 for another)"
-        log_on_main(accelerator, line)
-    _warn_of_newer_versions(accelerator)
+        another = "(--mixed_precision no, bf16 or fp16 for another)"
+        log_on_main(accelerator, f"mixed precision {chosen} {another}")
     collector.after_imports()
     return accelerator
 
@@ -88,10 +82,6 @@ def _cores_per_process(place: Place) -> int:
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    # of a container: microseconds of all cores per period, or `max`
-    quota, _, period = read_cgroup("cpu.max").partition(" ")
-    if quota.isdigit():
-        cores = min(cores, math.ceil(int(quota) / int(period)))
     share = cores // place.local_world_size
     if place.launcher == "srun":  # may have bound each task to its cores already
         share = min(cores, int(os.environ.get("SLURM_CPUS_PER_TASK", share)))
@@ -116,15 +106,16 @@ def _check_number_of_gpus(place: Place, devices: int) -> None:
         os.environ["LOCAL_RANK"] = "0"  # the scheduler shows each process its own single GPU
     elif place.local_world_size > devices:
         total = devices * place.world_size // place.local_world_size
-        here = f"{place.local_world_size} processes are started on {socket.gethostname()}"
-        remedy = f"start {total} in all (--num_processes), or set CUDA_VISIBLE_DEVICES"
-        raise UserError(f"{here}, which has {devices} GPUs: {remedy}")
+        raise UserError(
+            f"{place.local_world_size} processes are started on {socket.gethostname()}, which has "
+            f"{devices} GPUs: start {total} in all (--num_processes), or set CUDA_VISIBLE_DEVICES"
+        )
 
 
 # --- the process group
 
 
-def _start_process_group(store: Store, place: Place, device: str, uses_deepspeed: bool) -> None:
+def _start_process_group(world: World, device: str, uses_deepspeed: bool) -> None:
     """Without `cpu=True` each process would form a world of one; DeepSpeed chooses its own device,
     but not gloo."""
     import torch
@@ -134,9 +125,11 @@ def _start_process_group(store: Store, place: Place, device: str, uses_deepspeed
     deprecated = r".*(torch\.distributed\.\w+|broadcast_buffers). is deprecated.*"
     warnings.filterwarnings("ignore", message=deprecated, category=FutureWarning)
     options: dict[str, Any] = {
-        "store": store, "rank": place.rank, "world_size": place.world_size,
+        "store": world.store,
+        "rank": world.place.rank,
+        "world_size": world.place.world_size,
         "timeout": timedelta(seconds=timeout_seconds("ddp_timeout")),
-    }  # fmt: skip
+    }
     on_cpu = device == "cpu"
     if uses_deepspeed:  # it accepts no store, and uses the group that exists
         if not torch.distributed.is_initialized():
@@ -157,8 +150,9 @@ def _set_sharded_type(state: Any, on_cpu: bool) -> None:
 
     several_on_cpu = on_cpu and state.num_processes > 1
     if several_on_cpu and is_set("FSDP_OFFLOAD_PARAMS"):
-        remedy = "there is no GPU: set it to false"
-        raise UserError(f"fsdp_offload_params: true in the config file, and {remedy}")
+        raise UserError(
+            "fsdp_offload_params: true in the config file, and there is no GPU: set it to false"
+        )
     if state.distributed_type == DistributedType.FSDP or several_on_cpu:
         state.distributed_type = DistributedType.MULTI_GPU
 
@@ -176,35 +170,27 @@ def verify_world(place: Place) -> None:
     count = min(int(joined), state.num_processes)
     number, source = strategy.requested_processes(place)
     if count != number:
-        fault = f"{source} asks for {number} processes, and {count} joined"
-        way = "`accelerate launch SCRIPT --config_file FILE` (file after the script)"
         raise UserError(
-            f"{fault}: nothing was read or trained. Start with {way} or "
-            f"`torchrun --nproc_per_node {number}`"
+            f"{source} asks for {number} processes, and {count} joined: nothing was read or "
+            "trained. Start with `accelerate launch SCRIPT --config_file FILE` (file after the "
+            f"script) or `torchrun --nproc_per_node {number}`"
         )
 
 
 # --- the accelerator
 
 
-def _choose_precision(setting: str | None, place: Place, device: str) -> tuple[str | None, str]:
-    """(the precision, why), as rank 0 chooses it: it alone reads the checkpoint to resume, and its
-    device decides for `auto`."""
-    from accelerate.utils import broadcast_object_list
-
-    choice = [setting, ""]
+def _choose_precision(setting: str | None, world: World, device: str) -> str | None:
+    """The precision, as rank 0 chooses it: it alone reads the checkpoint to resume, and its device
+    decides for `auto`."""
     if setting == AUTO:
-        choice = list(precision.auto_precision(device))
-    if place.world_size > 1:
-        broadcast_object_list(choice)
-    return choice[0], str(choice[1])
+        setting = precision.auto_precision(device)
+    choices: list[str | None] = world.exchange(setting, "the precision")
+    return choices[0]
 
 
 def _create(
-    mixed_precision: str | None,
-    device: str,
-    uses_deepspeed: bool,
-    options: Mapping[str, Any],
+    mixed_precision: str | None, device: str, uses_deepspeed: bool, options: Mapping[str, Any]
 ) -> Accelerator:
     import torch
     from accelerate import Accelerator, DistributedDataParallelKwargs
@@ -213,10 +199,7 @@ def _create(
     handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     try:
         accelerator = Accelerator(
-            mixed_precision=mixed_precision,
-            cpu=on_cpu,
-            kwargs_handlers=handlers,
-            **options,
+            mixed_precision=mixed_precision, cpu=on_cpu, kwargs_handlers=handlers, **options
         )
     except ValueError as error:  # accelerate's, of its settings
         file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
@@ -232,19 +215,12 @@ def _create(
 def _check_precision(accelerator: Accelerator, mixed_precision: str | None) -> None:
     """Raises UserError if it is not what was requested."""
     actual = accelerator.mixed_precision
-    if actual not in ("no", "bf16", "fp16"):
-        raise UserError(f"mixed_precision {actual} is not supported: pass --mixed_precision bf16")
-    if mixed_precision not in (None, actual):
-        file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-        remedy = f'write "enabled": "auto" there, or pass --mixed_precision {actual}'
-        raise UserError(f"--mixed_precision {mixed_precision}: {file} enables {actual}: {remedy}")
-
-
-def _warn_of_newer_versions(accelerator: Accelerator) -> None:
-    newer = versions.check_requirements()
-    if newer:
-        line = f"newer than this toolkit was tested with: {', '.join(newer)}"
-        log_on_main(accelerator, f"{line}; if it fails, see docs/compatibility.md", logging.WARNING)
+    if actual not in ("no", "bf16", "fp16") or mixed_precision not in (None, actual):
+        file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "the accelerate config")
+        raise UserError(
+            f"--mixed_precision {mixed_precision}: {file} enables {actual}: "
+            'write "enabled": "auto" there, or make them agree (no, bf16 or fp16)'
+        )
 
 
 # --- for the rest of the package
@@ -254,36 +230,3 @@ def log_on_main(accelerator: Accelerator, line: str, level: int = logging.INFO) 
     """Logs a line from the main process."""
     if accelerator.is_main_process:
         logger.log(level, line)
-
-
-def wait_for_all(what: str) -> None:
-    """A barrier without a timeout: a collective would time out while one machine works on `what`,
-    which rank 0 logs."""
-    world = exit_state.world
-    if world is None:
-        return
-    place = environment.place_of(os.environ)
-    world.barriers += 1
-    key = f"barrier {world.barriers}"
-    log_time = time.monotonic() + _LOG_SECONDS
-    world.store.add(key, 1)
-    while world.store.add(key, 0) < place.world_size:
-        if place.rank == 0 and time.monotonic() > log_time:
-            log_time = math.inf
-            logger.info(f"waiting for the other processes: {what}")
-        time.sleep(0.05)
-
-
-def require_equal(accelerator: Accelerator, what: str, values: Mapping[str, Any]) -> None:
-    """Raises UserError on every rank if a value differs between ranks, with the values and their
-    hosts."""
-    if accelerator.num_processes == 1:
-        return
-    from accelerate.utils import gather_object
-
-    host = socket.gethostname() if ranks.list_machines() else f"rank {accelerator.process_index}"
-    differences = versions.describe_differences(gather_object([(host, dict(values))]))
-    if differences:
-        why = f"{what} are not the same everywhere: {differences}"
-        remedy = "Give every machine the same files and settings; nothing was trained"
-        raise UserError(f"{why}. {remedy}")

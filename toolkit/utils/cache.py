@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def cached_folder(
-    kind: str,
-    digest: str,
-    accelerator: Accelerator | None,
-    source: str = "",
+    kind: str, digest: str, accelerator: Accelerator | None, source: str = ""
 ) -> Iterator[tuple[Path, Path | None]]:
     """Yields (the cache folder `kind`/`digest`, a draft to fill, or None if the folder exists).
 
@@ -48,7 +45,6 @@ def cached_folder(
             "folder (export TOOLKIT_CACHE=$(mktemp -d), say), or free space if the disk is full"
         ) from error
     if accelerator is not None:
-        launch.wait_for_all(f"the {kind} {digest}")
         launch.require_equal(accelerator, f"the {kind}", {"source": digest})
 
 

@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import math
 import os
-import re
 import resource
 import signal
 import sys
@@ -32,15 +31,15 @@ def run_child(
     seconds: float = math.inf,
 ) -> str:
     """Runs `python WORDS`; its output is appended to `log`. Returns its error, empty if it ended
-    well; that of a child that has not ended after `seconds` says where it hangs. `while_running` is
-    called about every second; if it raises, the child is stopped."""
-    command = [sys.executable, *words]
+    well; one that has not ended after `seconds` hangs. `while_running` is called about every
+    second; if it raises, the child is stopped."""
     deadline = time.monotonic() + seconds
     with log.open("ab") as output:
         start = output.tell()
         child = Popen(
-            command, stdin=DEVNULL, stdout=output, stderr=STDOUT, start_new_session=True,
-            preexec_fn=_begin, env={**os.environ, "PYTHONFAULTHANDLER": "1", **(env or {})},
+            [sys.executable, *words], stdin=DEVNULL, stdout=output, stderr=STDOUT,
+            start_new_session=True, preexec_fn=_begin,
+            env={**os.environ, "PYTHONFAULTHANDLER": "1", **(env or {})},
         )  # fmt: skip
         try:
             while child.poll() is None:
@@ -49,16 +48,16 @@ def run_child(
                     child.wait(_POLL_SECONDS)
                 if time.monotonic() > deadline:
                     _abort(child.pid)
-                    return f"hangs{_place(log, start, Path(words[0]).name)} ({log})"
+                    return f"hangs; the stacks of its processes are in {log}"
         finally:
             child.terminate()
             child.wait()
     if child.returncode == 0:
         return ""
-    killed = ""
+    error = f"{last_error(log, start)} ({log})"
     if child.returncode < 0:
-        killed = f"killed by {signal.Signals(-child.returncode).name}; "
-    return f"{killed}{last_error(log, start)} ({log})"
+        return f"killed by {signal.Signals(-child.returncode).name}; {error}"
+    return error
 
 
 def stop_with_parent(number: int = signal.SIGTERM) -> None:
@@ -87,16 +86,3 @@ def _abort(pid: int) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
         psutil.wait_procs(processes, _DUMP_SECONDS)
-
-
-def _place(log: Path, start: int, script: str) -> str:
-    """Where the first stack in the log stands that leads through the script: its innermost call,
-    and the script's line."""
-    text = log.read_bytes()[start:].decode(errors="replace")
-    for stack in re.split(r"Current thread 0x", text)[1:]:
-        calls = re.findall(r'File "(.+)", line (\d+) in (\S+)', stack.partition("\n\n")[0])
-        lines = [f"{Path(file).name}, line {line}, {name}" for file, line, name in calls]
-        for line in lines:
-            if line.startswith(f"{script}, "):
-                return f" in {line}: {lines[0]}" if line != lines[0] else f" in {line}"
-    return ""

@@ -15,8 +15,10 @@ def is_installed(package: str) -> bool:
 
 def install_command(*extras: str) -> str:
     names = ",".join(extras)
-    in_a_clone = f"pip install -c constraints.txt -e '.[{names}]'"
-    return f"pip install 'finetune-toolkit[{names}]' (in a clone: {in_a_clone})"
+    return (
+        f"pip install 'finetune-toolkit[{names}]' (in a clone: pip install -c constraints.txt -e "
+        f"'.[{names}]')"
+    )
 
 
 def require_extra(what: str, extra: str, *packages: str) -> None:

@@ -81,12 +81,7 @@ class Feature:
         It may set `run.answers`."""
 
     def results(
-        self,
-        folder: Path,
-        settings: Any,
-        data: Any,
-        evaluation: Any,
-        answers: Any,
+        self, folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any
     ) -> Sequence[str]:
         """Writes files about an evaluation to the folder of a run or of `toolkit evaluate` (there
         `data` is None, and only the main process calls it), before the pages are written. Returns

@@ -6,12 +6,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import math
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +61,7 @@ def replace_file(path: Path, flush: bool = True) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def replace_folder(
-    path: Path,
-    overwrite: bool = False,
-) -> Iterator[Path]:
+def replace_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
     """Yields an empty draft folder, and renames it to `path` when the block succeeds.
 
     Its content is on the disk before. Without `overwrite` it raises OSError if there is anything
@@ -149,22 +145,14 @@ def explain_write_errors(path: Path, state: str = "nothing was left behind") -> 
 
 
 def as_json(content: Any) -> Any:
-    """Converts NumPy's and PyTorch's scalars and arrays in `content` to Python numbers and
-    lists."""
-    if isinstance(content, Mapping):
-        return {as_json(key): as_json(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [as_json(value) for value in content]
-    return content.tolist() if hasattr(content, "tolist") else content
+    """Converts NumPy's and PyTorch's scalars and arrays in `content` to Python numbers and lists;
+    keys become strings."""
+    return json.loads(json.dumps(content, default=lambda value: value.tolist()))
 
 
 def nan_to_none(content: Any) -> Any:
-    """Replaces NaN and infinities by None: JSON has neither."""
-    if isinstance(content, dict):
-        return {key: nan_to_none(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [nan_to_none(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
+    """Replaces NaN and infinities by None: JSON has neither. What else it lacks becomes text."""
+    return json.loads(json.dumps(content, default=str), parse_constant=lambda _: None)
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -176,7 +164,7 @@ def read_table(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error})") from None
     if not isinstance(table, dict):
-        raise UserError(f"{path} holds a {type(table).__name__} where a table should be")
+        raise UserError(f"{path} is not a JSON object of names and values")
     return table
 
 

@@ -23,7 +23,7 @@ _MESSAGES = re.compile(
     r"|could not create a primitive$|failed to map segment",
     re.IGNORECASE | re.MULTILINE,
 )
-_CGROUP = Path("/sys/fs/cgroup")
+_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # malloc.h
 _KEEPING = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1}
 _DEFAULTS = {_M_MMAP_MAX: 65536, _M_MMAP_THRESHOLD: 32 << 20, _M_TRIM_THRESHOLD: 64 << 20}
@@ -44,21 +44,20 @@ def explain(batch: Any, recomputes: bool | None, error: Exception) -> str | None
     width = math.ceil(batch.inputs["input_ids"].numel() / samples)  # tokens, on average
     when = "a training step, with a micro-batch"
     size_setting = "--per_device_batch_size"
-    in_predict = ""
     if recomputes is None:
-        when = "an evaluation, with a batch"
+        when = "an evaluation (for toolkit predict: --per_device_batch_size), with a batch"
         size_setting = "--per_device_eval_batch_size"
-        in_predict = f" (toolkit predict: --per_device_batch_size {samples // 2})"
     ways = []
     if samples > 1:
-        ways.append(f"{size_setting} {samples // 2}{in_predict}")
+        ways.append(f"{size_setting} {samples // 2}")
         ways.append(f"--max_tokens_per_batch {max(width, samples * width // 2)}")
     if recomputes is False:
         ways.append("--gradient_checkpointing true")
     ways.append(f"--max_length {width // 2}")
-    batch_size = f"{samples} x {width} tokens"
-    cause = first_line(error)
-    return f"out of memory in {when} of {batch_size}: pass {', or '.join(ways)} [{cause}]"
+    return (
+        f"out of memory in {when} of {samples} x {width} tokens: pass {', or '.join(ways)} "
+        f"[{first_line(error)}]"
+    )
 
 
 def explain_without_batch(error: Exception) -> str | None:
@@ -127,11 +126,5 @@ def machine_memory() -> int:
     import psutil
 
     size = psutil.virtual_memory().total
-    limit = read_cgroup("memory.max")
-    return min(size, int(limit)) if limit.isdigit() else size
-
-
-def read_cgroup(name: str) -> str:
-    """This file of a container's control group (version 2); empty if there is none."""
-    file = _CGROUP / name
-    return file.read_text(encoding="ascii").strip() if file.is_file() else ""
+    limit = _CONTAINER_LIMIT.read_text(encoding="ascii") if _CONTAINER_LIMIT.is_file() else ""
+    return min(size, int(limit)) if limit.strip().isdigit() else size

@@ -31,50 +31,31 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
     return installed
 
 
-def requirements(extra: str = "") -> list[Any]:
-    """What this toolkit requires, with an extra of it, as packaging's `Requirement`s."""
+def check_requirements(extra: str = "") -> None:
+    """Raises UserError for libraries older than pyproject.toml allows: they lack what is imported,
+    or compute something else. With an extra: for those of it that are installed, too."""
     from packaging.requirements import Requirement
 
-    lines = [Requirement(text) for text in importlib.metadata.requires(OURS) or []]
-    names = {"extra": extra}
-    return [line for line in lines if line.marker is None or line.marker.evaluate(names)]
-
-
-def check_requirements(extra: str = "") -> list[str]:
-    """`transformers 5.30.0 (tested: <5.25,>=5.18)` for each library newer than pyproject.toml
-    allows. With an extra: of those that are installed.
-
-    Raises UserError for missing and older ones: they lack what is imported, or compute something
-    else.
-    """
-    newer, faults, remedies = [], [], []
-    for needed in requirements(extra):
-        version = versions([needed.name])[needed.name]
-        if version is None and extra:
+    faults, remedies = [], []
+    for text in importlib.metadata.requires(OURS) or []:
+        needed = Requirement(text)
+        if needed.marker and not needed.marker.evaluate({"extra": extra}):
             continue
-        age = _age(version, needed.specifier)
-        if age == "older":
-            faults.append(f"{needed.name} {version or 'is missing'}")
+        version = versions([needed.name])[needed.name]
+        if version is not None and _is_older(version, needed.specifier):
+            faults.append(f"{needed.name} {version}")
             remedies.append(f"'{needed.name}{needed.specifier}'")
-        elif age == "newer":
-            newer.append(f"{needed.name} {version} (tested: {needed.specifier})")
     if faults:
-        command = f"pip install {' '.join(remedies)}"
-        raise UserError(f"unsupported versions: {', '.join(faults)}: {command}")
-    return newer
+        raise UserError(
+            f"unsupported versions: {', '.join(faults)}: pip install {' '.join(remedies)}"
+        )
 
 
-def _age(version: str | None, specifier: Any) -> str:
-    """`older` (or missing), `newer` or `` for a version within the specifier."""
+def _is_older(version: str, specifier: Any) -> bool:
     from packaging.version import Version
 
-    if version is None:
-        return "older"
     release = Version(version).base_version  # a vendor's 2.13.0a0 is its build of 2.13.0
-    if specifier.contains(release):
-        return ""
-    is_newer = all(part.operator == "<" or part.contains(release) for part in specifier)
-    return "newer" if is_newer else "older"
+    return any(part.operator == ">=" and not part.contains(release) for part in specifier)
 
 
 def comparable_versions(script: str | Path | None = None) -> dict[str, str | None]:
@@ -87,45 +68,21 @@ def comparable_versions(script: str | Path | None = None) -> dict[str, str | Non
 
 def code_digest(script: str | Path | None = None) -> str:
     """12 hex digits of a digest of this package's modules and the script."""
-    digest = hashlib.sha256()
-    for path in sorted(_ROOT.rglob("*.py")):
-        name = path.relative_to(_ROOT)
-        if name.parts[0] != "templates":  # a wheel's copies of the recipes
-            digest.update(str(name).encode() + b"\0" + path.read_bytes())
-    if script is not None and Path(script).suffix == ".py" and Path(script).is_file():
-        digest.update(Path(script).read_bytes())
-    return digest.hexdigest()[:12]
+    paths = sorted(_ROOT.rglob("*.py"))
+    if script and Path(script).suffix == ".py" and Path(script).is_file():
+        paths.append(Path(script))
+    contents = b"".join(path.name.encode() + path.read_bytes() for path in paths)
+    return hashlib.sha256(contents).hexdigest()[:12]
 
 
 def describe_differences(tables: Sequence[Table]) -> str:
-    """What differs, as `torch is 2.13.0 on A and 2.12.1 on B`; empty for nothing."""
+    """What differs from the first table, as `torch is 2.13.0 on A and 2.12.1 on B`; empty for
+    nothing."""
+    first_host, first = tables[0]
     texts = []
-    for name in dict.fromkeys(name for _, values in tables for name in values):
-        hosts: dict[str, list[str]] = {}  # value -> the hosts that have it, in order
-        for host, values in tables:
-            names = hosts.setdefault(str(values.get(name)), [])
-            if host not in names:
-                names.append(host)
-        if len(hosts) > 1:
-            differing = [f"{value} on {', '.join(names)}" for value, names in hosts.items()]
-            texts.append(f"{name} is {' and '.join(differing)}")
+    for name, value in first.items():
+        for host, values in tables[1:]:
+            if str(values.get(name)) != str(value):
+                texts.append(f"{name} is {value} on {first_host} and {values.get(name)} on {host}")
+                break
     return listing(texts, 6)
-
-
-def remedy(tables: Sequence[Table]) -> str:
-    """The commands that give all machines the versions of rank 0, which comes first."""
-    _, first = tables[0]
-    names = set()
-    for _, values in tables[1:]:
-        names |= {name for name in {**first, **values} if first.get(name) != values.get(name)}
-    ways = []
-    pins = [f"{name}=={first[name]}" for name in ALL_PACKAGES if name in names and first.get(name)]
-    if pins:
-        ways.append(f"`pip install {' '.join(pins)}` on the others")
-    if names & {"code", "toolkit"}:
-        ways.append("copy the same code to all machines (`git pull`, or rsync the folder)")
-    if "python" in names:
-        ways.append("use the same Python on all machines")
-    if "device" in names:
-        ways.append("`toolkit doctor` on the machine with cpu shows why torch sees no GPU there")
-    return ", and ".join(ways)

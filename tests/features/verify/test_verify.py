@@ -120,7 +120,7 @@ def test_a_recipe_that_hangs(tmp_path: Path) -> None:
     recipe.write_text("import time\n\ndef wait():\n    time.sleep(999)\n\nwait()\n")
     done, facts = verify(recipe, tmp_path / "verify", "--time_limit", 2)
     assert done.code == 1
-    assert "hangs in recipe.py, line 4, wait" in facts["runs"][0]["error"]
+    assert "hangs" in facts["runs"][0]["error"]
 
 
 def test_a_failed_run_and_missing_files(job: list[Any], tmp_path: Path) -> None:
