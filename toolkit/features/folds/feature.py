@@ -13,9 +13,9 @@ def _add_folds(parser: argparse.ArgumentParser) -> None:
     add("--train_file", metavar="FILE", help="the labelled rows")
     add("--folds", type=int, default=5, metavar="N", help="how many models are trained [5]")
     add("--output_dir", metavar="FOLDER", help="where to write [runs/folds-RECIPE]")
-    _add_reading(parser)
     for name in ("text_column", "text_pair", "label_column"):
         add(f"--{name}", metavar="NAME", help="as for the recipe")
+    _add_reading(parser)
 
 
 def _add_correct(parser: argparse.ArgumentParser) -> None:
