@@ -86,7 +86,8 @@ def _decoder(settings: PretrainedSettings) -> Any:
         if not config.use_bias or config.rescale_embeddings:
             why = "a decoder needs a BigBird with use_bias True and rescale_embeddings False"
             raise UserError(f"model {settings.model_name_or_path}: {why}: take another model")
-        config = BertConfig.from_dict({**config.to_dict(), "model_type": "bert"})
+        as_bert = {"model_type": "bert", "architectures": None}
+        config = BertConfig.from_dict({**config.to_dict(), **as_bert})
     config.is_decoder = config.add_cross_attention = True
     return _part(AutoModelForCausalLM, settings, config)
 
