@@ -18,7 +18,7 @@ from toolkit.data.labels import MULTI, SINGLE, Labels
 from toolkit.data.read import read_file
 from toolkit.features.folds import command, correct
 from toolkit.features.folds.page import predictions, write_page
-from toolkit.features.folds.split import held_out_rows, texts_of, write_part
+from toolkit.features.folds.split import held_out_rows, write_part
 from toolkit.features.folds.suspects import cells_by_label, find_suspects
 
 NAMES = ("a", "b")
@@ -34,13 +34,13 @@ def test_each_row_is_held_out_once_with_its_duplicates(tmp_path: Path) -> None:
     texts = [f"text {row % 50}" for row in range(60)]
     labels = ["rare" if row % 50 < 5 else "common" for row in range(60)]
     table = table_of(tmp_path, {"text": texts, "label": labels})
-    parts = held_out_rows(texts_of(table, ["text"]), labels, 5, 3)
+    parts = held_out_rows(texts, labels, 5, 3)
     assert sorted(np.concatenate(parts)) == list(range(60))
     for rows in parts:
         assert sum(labels[row] == "rare" for row in rows) == 2
         others = set(range(60)).difference(rows.tolist())
         assert {texts[row] for row in rows}.isdisjoint(texts[row] for row in others)
-        write_part(tmp_path / "part.parquet", table, rows)
+        write_part(tmp_path / "part.parquet", table, np.isin(np.arange(60), rows))
         written = read_file(str(tmp_path / "part.parquet"), TextSettings()).rows
         assert written["text"][:] == [texts[row] for row in rows]
     again = held_out_rows(texts, labels, 5, 3)

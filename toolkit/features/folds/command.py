@@ -16,7 +16,7 @@ from toolkit.data.table import Table
 from toolkit.errors import UserError
 from toolkit.evaluation.saved_model import training_run
 from toolkit.features.folds.page import predictions, write_page
-from toolkit.features.folds.split import held_out_rows, texts_of, write_part
+from toolkit.features.folds.split import held_out_rows, write_part
 from toolkit.report.recipe_runs import RecipeRuns
 from toolkit.utils.extras import require_extra
 
@@ -32,13 +32,15 @@ def run(options: argparse.Namespace, words: list[str]) -> None:
     passed = [f"--{name}={values[name]}" for name in _PASSED if name in values]
     runs = RecipeRuns(options.recipe, [*words, *passed], folder)
     settings = runs.settings | values
-    table = _read(settings)
+    table = _read(settings, reading_settings(options))
     labels = table.find_columns(settings.get("label_column"), USUAL, "label_column")
     if not labels:
         raise table.ambiguous_column("label", "label_column", table.rows.column_names)
     pair = settings.get("text_pair")
-    text = table.text_column(settings.get("text_column"), [*labels, pair])
-    texts = texts_of(table, [text, pair] if pair else [text])
+    columns = table.text_column(settings.get("text_column"), [*labels, pair])
+    if pair:
+        columns += f",{pair}"
+    texts = [text for (block,) in table.text_blocks([columns], "\n") for text in block]
     cells = map(repr, table.rows.select_columns(list(labels)))
     seed = settings.get("data_seed") or settings.get("seed", 42)
     held_out = held_out_rows(texts, cells, options.folds, seed)
@@ -51,14 +53,17 @@ def run(options: argparse.Namespace, words: list[str]) -> None:
     print(report)
 
 
-def reading_settings(settings: dict[str, Any]) -> TextSettings:
+def reading_settings(options: argparse.Namespace) -> TextSettings:
     """How a file is read."""
-    names = ("encoding", "delimiter", "quoting", "column_names")
-    values = {name: settings[name] for name in names if settings.get(name) is not None}
-    return TextSettings(**values)
+    return TextSettings(
+        encoding=options.encoding,
+        delimiter=options.delimiter,
+        quoting=options.quoting,
+        column_names=options.column_names,
+    )
 
 
-def _read(settings: dict[str, Any]) -> Table:
+def _read(settings: dict[str, Any], reading: TextSettings) -> Table:
     """The labelled rows. Raises UserError for settings by which not every row would be predicted
     by a model that has not seen its label."""
     if not settings.get("train_file"):
@@ -68,7 +73,7 @@ def _read(settings: dict[str, Any]) -> Table:
         if settings.get(name):
             why = "each fold is evaluated on its part of the training rows"
             raise UserError(f"--{name} does not fit ({why}): leave it out")
-    table = read_file(settings["train_file"], reading_settings(settings))
+    table = read_file(settings["train_file"], reading)
     for name in ("model_name_or_path", "teacher"):
         data = training_run(str(settings.get(name)))["data"]
         if data.get("labels") and data.get("file_digests", {}).get("train") == table.digest:
@@ -81,6 +86,7 @@ def _read(settings: dict[str, Any]) -> Table:
 def _run_fold(runs: RecipeRuns, fold: int, table: Table, rows: np.ndarray) -> None:
     train_file = runs.folder / f"fold-{fold}.train.parquet"
     validation_file = runs.folder / f"fold-{fold}.validation.parquet"
-    write_part(train_file, table, np.delete(np.arange(len(table)), rows))
-    write_part(validation_file, table, rows)
+    is_held_out = np.isin(np.arange(len(table)), rows)
+    write_part(train_file, table, ~is_held_out)
+    write_part(validation_file, table, is_held_out)
     runs.run(f"fold-{fold}", {"train_file": train_file, "validation_file": validation_file})

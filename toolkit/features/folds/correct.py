@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> None:
     kind = output_format(output)
     if output.exists():
         raise UserError(f"{output} exists: name another file")
-    settings = reading_settings(vars(options))
+    settings = reading_settings(options)
     table = read_file(options.file, settings)
     corrections = read_corrections(Path(options.corrections), table)
     quoting = settings.quoting != "none" or kind != format_of(Path(options.file))

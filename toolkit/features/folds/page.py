@@ -17,9 +17,6 @@ from toolkit.report.files import dumps, write_atomically
 from toolkit.report.record import Record
 from toolkit.report.templates import render
 
-_ERROR = ("id", "data", "cells", "label", "prediction", "text")
-"""What a line of label_errors.jsonl has: `toolkit correct-labels` reads the first three."""
-
 
 def predictions(
     folder: Path, fold: int, rows: np.ndarray, texts: Sequence[str]
@@ -45,11 +42,9 @@ def write_page(folder: Path, table: Table, lines: list[dict[str, Any]], folds: i
     write_atomically(folder / "out_of_fold.jsonl", (f"{dumps(line)}\n" for line in lines))
     suspects = find_suspects(lines, records[0].data)
     cells = cells_by_label(lines, suspects, table, records[0].data)
-    errors = []
     for line in suspects:
         line |= {"data": table.digest, "cells": cells[json.dumps(line["prediction"])]}
-        errors.append({name: line[name] for name in _ERROR})
-    write_atomically(folder / "label_errors.jsonl", (f"{dumps(line)}\n" for line in errors))
+    write_atomically(folder / "label_errors.jsonl", (f"{dumps(line)}\n" for line in suspects))
     means = pd.DataFrame([record.last.single_numbers for record in records]).mean().to_dict()
     context = {
         "folder": folder.resolve().name,
