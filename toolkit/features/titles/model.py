@@ -104,7 +104,7 @@ def _configure_generation(
     model.config.update(tokens)
     model.config.vocab_size = model.config.decoder.vocab_size
     model.config.hidden_size = model.config.encoder.hidden_size  # for DeepSpeed's `auto` sizes
-    search = {"num_beams": generation.num_beams}
+    search: dict[str, Any] = {"num_beams": generation.num_beams}
     if generation.num_beams > 1:
         search["length_penalty"] = generation.length_penalty
     model.generation_config = GenerationConfig(
