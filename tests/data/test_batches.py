@@ -224,7 +224,7 @@ def titled(split: Split) -> TitleSplit:
     offsets = np.cumsum([0, *map(len, TITLES)])
     ids = np.array([token for title in TITLES for token in title], np.int32)
     return TitleSplit("train", split.folder, split.input_ids, split.offsets[:4], np.zeros(3, np.int64), split.rows[:3],
-                      target_ids=ids, target_offsets=offsets)  # fmt: skip
+                      target_ids=ids, target_offsets=offsets, collator=TitleCollator)  # fmt: skip
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

@@ -1,7 +1,6 @@
 """`toolkit folds` and `toolkit correct-labels`."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,43 +11,43 @@ import pytest
 from tests.faults import refusal
 from tests.report.made import make_run
 from tests.report.test_html import single
-from tests.runs import ROOT, lines_of, start
+from tests.runs import ROOT, lines_of, start, train
 from toolkit.cli import build_parser
 from toolkit.config import TextSettings
 from toolkit.data.labels import MULTI, SINGLE, Labels
 from toolkit.data.read import read_file
 from toolkit.features.folds import command, correct
-from toolkit.features.folds.page import write_page
-from toolkit.features.folds.split import held_out_rows, row_digest, texts_of, write_part
-from toolkit.features.folds.suspects import find_suspects
+from toolkit.features.folds.page import predictions, write_page
+from toolkit.features.folds.split import held_out_rows, write_part
+from toolkit.features.folds.suspects import cells_by_label, find_suspects
 
 NAMES = ("a", "b")
 
 
-def table_of(folder: Path, columns: dict[str, list[Any]], name: str = "rows.jsonl") -> Any:
+def table_of(folder: Path, columns: dict[str, list[Any]]) -> Any:
     rows = pd.DataFrame(columns)
-    rows.to_json(folder / name, orient="records", lines=True, force_ascii=False)
-    return read_file(str(folder / name), TextSettings())
+    rows.to_json(folder / "rows.jsonl", orient="records", lines=True, force_ascii=False)
+    return read_file(str(folder / "rows.jsonl"), TextSettings())
 
 
 def test_each_row_is_held_out_once_with_its_duplicates(tmp_path: Path) -> None:
     texts = [f"text {row % 50}" for row in range(60)]
     labels = ["rare" if row % 50 < 5 else "common" for row in range(60)]
     table = table_of(tmp_path, {"text": texts, "label": labels})
-    parts = held_out_rows(table, texts_of(table, "text", None), ["label"], 5, 3)
+    parts = held_out_rows(texts, labels, 5, 3)
     assert sorted(np.concatenate(parts)) == list(range(60))
     for rows in parts:
         assert sum(labels[row] == "rare" for row in rows) == 2
         others = set(range(60)).difference(rows.tolist())
         assert {texts[row] for row in rows}.isdisjoint(texts[row] for row in others)
-        write_part(tmp_path / "part.parquet", table, rows)
+        write_part(tmp_path / "part.parquet", table, np.isin(np.arange(60), rows))
         written = read_file(str(tmp_path / "part.parquet"), TextSettings()).rows
         assert written["text"][:] == [texts[row] for row in rows]
-    again = held_out_rows(table, texts, ["label"], 5, 3)
+    again = held_out_rows(texts, labels, 5, 3)
     assert all(map(np.array_equal, parts, again))
-    numbers = table_of(tmp_path, {"text": texts, "label": [row / 7 for row in range(60)]})
-    assert len(held_out_rows(numbers, texts, ["label"], 4, 0)) == 4
-    refusal(held_out_rows, table, ["same"] * 60, ["label"], 2, 0, says=["1 different", "--folds 2"])
+    assert len(held_out_rows(texts, [str(row / 7) for row in range(60)], 4, 0)) == 4
+    with pytest.raises(ValueError, match="greater than the number of groups: 1"):
+        held_out_rows(["same"] * 60, labels, 2, 0)
 
 
 def test_planted_errors_are_found_the_most_certain_first() -> None:
@@ -57,71 +56,86 @@ def test_planted_errors_are_found_the_most_certain_first() -> None:
     probabilities[np.arange(60), truth] = 0.8
     probabilities[7] = [0.05, 0.05, 0.9]
     probabilities[20] = [0.85, 0.05, 0.1]
-    labels = Labels(SINGLE, ("a", "b", "c"), ("label",))
     lines = [
-        {"id": row, "label": "abc"[place], "probabilities": probabilities[row].tolist()}
+        {"id": row, "label": "abc"[place], "prediction": "abc"[probabilities[row].argmax()],
+         "probabilities": probabilities[row].tolist()}
         for row, place in enumerate(truth)
-    ]
-    found = find_suspects(lines, truth, labels)
-    assert [(line["id"], line["label"]) for line in found] == [(7, "c"), (20, "a")]
-    several = np.stack([truth == 0, truth == 1], axis=1).astype(float)
-    chances = np.where(several, 0.9, 0.1)
-    chances[4] = [0.95, 0.95]
-    lines = [
-        {"id": row, "label": [n for n, on in zip(NAMES, flags, strict=True) if on],
-         "probabilities": chances[row].tolist()}
-        for row, flags in enumerate(several)
     ]  # fmt: skip
-    (found,) = find_suspects(lines, several, Labels(MULTI, NAMES, ("tags",)))
-    assert (found["id"], found["label"]) == (4, ["a", "b"])
+    suspects = find_suspects(lines, {"problem_type": SINGLE, "labels": ["a", "b", "c"]})
+    assert [(line["id"], line["prediction"]) for line in suspects] == [(7, "c"), (20, "a")]
 
 
-@pytest.fixture
-def folds(tmp_path: Path) -> Callable[..., list[str]]:
-    """Writes the page of two folds of 30 rows with a planted wrong label in row 7."""
-
-    def write(**columns: list[Any]) -> list[str]:
-        table = table_of(tmp_path, {"text": [f"text {row}" for row in range(60)], **columns})
-        held_out = [np.arange(0, 60, 2), np.arange(1, 60, 2)]
-        for fold, rows in enumerate(held_out, 1):
-            classes = [(row % 5 == 0) ^ (row == 7) for row in rows]
-            chances = np.array([[0.1, 0.9] if row % 5 == 0 else [0.9, 0.1] for row in rows])
-            lines, numbers = single(NAMES, chances, [int(each) for each in classes])
-            lines = [{**line, "id": place} for place, line in enumerate(lines)]
-            make_run(tmp_path / f"fold-{fold}", Labels(SINGLE, NAMES, ("label",)), lines, numbers)
-        texts = texts_of(table, "text", None)
-        return write_page(tmp_path, table, texts, ["label"], held_out)
-
-    return write
-
-
-def test_the_page_and_its_corrections(
-    folds: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("cells", "separator", "both"),
+    [
+        ({"tags": [["a"], ["b"], []]}, None, {"tags": ["a", "b"]}),
+        ({"tags": ['["a"]', '["b"]', "[]"]}, None, {"tags": '["a", "b"]'}),
+        ({"tags": ["a", "b", ""]}, ";", {"tags": "a;b"}),
+        ({"a": [1, 0, 0], "b": [0, 1, 0]}, None, {"a": 1, "b": 1}),
+        ({"a": ["1", "0", "0"], "b": ["0", "1", "0"]}, None, {"a": "1", "b": "1"}),
+    ],
+)
+def test_several_labels_that_no_row_has_together(
+    cells: dict[str, list[Any]], separator: str | None, both: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A suggestion is written as the file writes this class."""
+    """They are written as the file writes others."""
+    columns = {name: column * 20 for name, column in cells.items()}
+    table = table_of(tmp_path, {"text": [str(row) for row in range(60)], **columns})
+    names = [["a"], ["b"], []] * 20
+    lines = [
+        {"id": row, "label": label, "prediction": label,
+         "probabilities": [0.9 if name in label else 0.1 for name in NAMES]}
+        for row, label in enumerate(names)
+    ]  # fmt: skip
+    lines[4] |= {"prediction": ["a", "b"], "probabilities": [0.95, 0.95]}
+    data = {"problem_type": MULTI, "labels": NAMES, "label_columns": list(columns),
+            "label_separator": separator}  # fmt: skip
+    suspects = find_suspects(lines, data)
+    assert [line["id"] for line in suspects] == [4]
+    written = cells_by_label(lines, suspects, table, data)
+    assert written['["a", "b"]'] == both
+    assert written['["b"]'] == {name: column[1] for name, column in cells.items()}
+    corrections: Any = {4: both}
+    (batch,) = correct.corrected(table, corrections)
+    assert batch.to_pylist()[4] == {"text": "4", **both}
+
+
+def test_the_page_and_its_corrections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two folds of 30 rows with a planted wrong label in row 7; a suggestion is written as the
+    file writes this class."""
     cells = ["B" if (row % 5 == 0) ^ (row == 7) else "A" for row in range(60)]
-    lines = folds(label=cells, source=["x", "y"] * 30)
-    assert lines[:2] == [f"out of fold, 60 rows: {lines[0].split(': ')[1]}", "suspected labels: 1"]
-    assert "accuracy 0.9833" in lines[0]
+    texts = [f"text {row}" for row in range(60)]
+    table = table_of(tmp_path, {"text": texts, "label": cells, "source": ["x", "y"] * 30})
+    lines = []
+    for fold, rows in enumerate([np.arange(0, 60, 2), np.arange(1, 60, 2)], 1):
+        classes = [(row % 5 == 0) ^ (row == 7) for row in rows]
+        chances = np.array([[0.1, 0.9] if row % 5 == 0 else [0.9, 0.1] for row in rows])
+        of_fold, numbers = single(NAMES, chances, [int(each) for each in classes])
+        of_fold = [{**line, "id": place} for place, line in enumerate(of_fold)]
+        labels = Labels(SINGLE, NAMES, ("label",))
+        make_run(tmp_path / f"fold-{fold}", labels, of_fold, numbers, label_columns=["label"])
+        lines += predictions(tmp_path, fold, rows, texts)
+    printed = write_page(tmp_path, table, lines, 2)
+    assert "suspected labels: 1\n" in printed
+    assert "60 rows out of fold, mean of 2 folds: loss 0.5000  accuracy 0.7500" in printed
     out_of_fold = lines_of(tmp_path / "out_of_fold.jsonl")
     assert [line["id"] for line in out_of_fold] == list(range(60))
-    assert [line["text"] for line in out_of_fold] == [f"text {row}" for row in range(60)]
+    assert [line["text"] for line in out_of_fold] == texts
     (error,) = lines_of(tmp_path / "label_errors.jsonl")
-    assert (error["id"], error["original_label"], error["label"]) == (7, "b", "a")
+    assert (error["id"], error["label"], error["prediction"]) == (7, "b", "a")
     assert error["cells"] == {"label": "A"}
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "text 7" in page
-    assert error["row_digest"] in page
-    leave_out = {"id": 8, "cells": None}
-    table = read_file(str(tmp_path / "rows.jsonl"), TextSettings())
-    leave_out["row_digest"] = row_digest(["text 8", cells[8], "x"])
+    assert error["data"] in page
     corrections = tmp_path / "corrections.jsonl"
+    leave_out = {"id": 8, "data": error["data"], "cells": None}
     corrections.write_text(f"{json.dumps(error)}\n\n{json.dumps(leave_out)}\n")
 
-    def apply(*words: Any) -> None:
-        correct.run(build_parser().parse_args(["correct-labels", *map(str, words)]))
+    def apply(file: str, output: str) -> None:
+        words = ["correct-labels", tmp_path / file, corrections, tmp_path / output]
+        correct.run(build_parser().parse_args([*map(str, words)]))
 
-    apply(tmp_path / "rows.jsonl", corrections, tmp_path / "out.csv")
+    apply("rows.jsonl", "out.csv")
     assert "59 rows, 1 corrected, 1 left out" in capsys.readouterr().out
     written = pd.read_csv(tmp_path / "out.csv")
     expected = table.rows.to_pandas()
@@ -129,31 +143,19 @@ def test_the_page_and_its_corrections(
     pd.testing.assert_frame_equal(
         written.astype(str), expected.drop(index=8).reset_index(drop=True).astype(str)
     )
-    refusal(
-        apply, tmp_path / "rows.jsonl", corrections, tmp_path / "out.csv", says=["out.csv exists"]
-    )
-    refusal(
-        apply,
-        tmp_path / "out.csv",
-        corrections,
-        tmp_path / "two.csv",
-        says=["row 8", "other cells"],
-    )
-    corrections.write_text('{"id": 7}\n')
-    refusal(
-        apply,
-        tmp_path / "rows.jsonl",
-        corrections,
-        tmp_path / "two.csv",
-        says=["line 1", "row_digest"],
-    )
+    refusal(apply, "rows.jsonl", "out.csv", says=["out.csv exists"])
+    refusal(apply, "out.csv", "two.csv", says=["id 7", "other data"])
+    corrections.write_text(json.dumps(error | {"cells": {"lable": "A"}}))
+    refusal(apply, "rows.jsonl", "two.csv", says=["id 7", "other data"])
+    corrections.write_text(f"{json.dumps(error)}\n{json.dumps(error)}")
+    refusal(apply, "rows.jsonl", "two.csv", says=["id 7", "two corrections"])
+    assert not (tmp_path / "two.csv").exists()
 
 
 @pytest.mark.parametrize(("words", "says"), [
     ([], ["--train_file"]),
-    (["--folds", "1"], ["--folds 1"]),
     (["--train_file", "x.csv", "--test_file", "y.csv"], ["--test_file"]),
-    (["--train_file", "x.csv", "--validation_split", "0.2"], ["--validation_split", "--validation_file"]),
+    (["--train_file", "x.csv", "--sead", "1"], ["--sead"]),
 ])  # fmt: skip
 def test_faults_are_named_before_anything_runs(
     words: list[str], says: list[str], tmp_path: Path
@@ -167,35 +169,24 @@ def test_faults_are_named_before_anything_runs(
 
 
 def test_a_recipe_in_folds(tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
-    """Every row once, by a model that has not seen it; the same command repeats nothing."""
-    words = ["toolkit", "folds", "recipes/cls.py", "--train_file", reviews, "--folds", 2, "--model_name_or_path",
-             tiny_model, "--max_steps", 2, "--report_to", "none", "--max_length", 16, "--global_batch_size", 8,
-             "--output_dir", tmp_path / "folds"]  # fmt: skip
-    done = start(words).succeeded()
+    """Every row once, by a model that has not seen it; the same command repeats nothing. A model
+    that was trained on all labels is refused."""
+    settings = [
+        *["--train_file", reviews, "--max_steps", 2, "--report_to", "none"],
+        *["--max_length", 16, "--global_batch_size", 8, "--model_name_or_path"],
+    ]
+    words = ["folds", "recipes/cls.py", "--folds", 2, *settings]
+    folds = ["toolkit", *words, tiny_model, "--output_dir", tmp_path / "folds"]
+    done = start(folds).succeeded()
     assert "suspected labels" in done.out
-    count = len(pd.read_csv(reviews))
-    lines = lines_of(tmp_path / "folds" / "out_of_fold.jsonl")
-    assert [line["id"] for line in lines] == list(range(count))
-    assert {line["fold"] for line in lines} == {1, 2}
     rows = pd.read_csv(reviews)
+    lines = lines_of(tmp_path / "folds" / "out_of_fold.jsonl")
+    assert [line["id"] for line in lines] == list(range(len(rows)))
+    assert {line["fold"] for line in lines} == {1, 2}
     assert [line["text"] for line in lines] == list(rows["text"])
     assert [line["label"] for line in lines] == list(rows["label"].astype(str))
-    again = start(words).succeeded()
+    again = start(folds).succeeded()
     assert "fold-1:" not in again.out
-
-
-def test_a_model_that_has_seen_the_labels_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "run" / "model").mkdir(parents=True)
-    (tmp_path / "rows.csv").write_text("text,label\n")
-    settings = {"train_file": "rows.csv"}
-    config = {
-        "settings": settings,
-        "data": {"labels": ["a"]},
-        "identity": {},
-        "launch": {"folder": str(tmp_path)},
-    }
-    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
-    words = ["folds", ROOT / "recipes/cls.py", "--train_file", tmp_path / "rows.csv",
-             "--model_name_or_path", tmp_path / "run" / "model"]  # fmt: skip
-    parsed = build_parser().parse_known_args(list(map(str, words)))
+    train(*settings, tiny_model, "--output_dir", tmp_path / "run")
+    parsed = build_parser().parse_known_args([*map(str, words), str(tmp_path / "run" / "model")])
     refusal(command.run, *parsed, says=["--model_name_or_path", "labels of these rows"])

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,7 +156,9 @@ def test_tokens_of_titles(prepared: Prepare, tokenizer: Any, max_length: int) ->
                 *tokens[1:-1][: max_length - 1],
                 tokenizer.sep_token_id,
             ]
-            assert split.target(index).tolist() == title
+            assert (
+                split.target_ids[slice(*split.target_offsets[index : index + 2])].tolist() == title
+            )
             assert split.tokens(index).tolist() == tokenizer(expected[index]["text"])["input_ids"]
         assert split.loss_denominators().tolist() == [
             min(len(tokens) - 1, max_length) for tokens in uncut
@@ -188,11 +189,3 @@ def test_settings_of_titles_change_the_cached_folder(
     assert changed.folder != plain.folder
     assert changed.facts["title_column"] == settings.get("title_column", "title")
     assert changed.facts["max_target_length"] == settings.get("max_target_length", 32)
-
-
-@pytest.mark.parametrize("missing", ["cls_token_id", "sep_token_id"])
-def test_a_tokenizer_without_cls_or_sep_token(prepared: Prepare, missing: str) -> None:
-    bare = SimpleNamespace(**{"cls_token_id": 2, "sep_token_id": 3, missing: None})
-    refusal(
-        prepared, news(4), tokenizer=bare, model_name_or_path="m", match="no cls_token or sep_token"
-    )

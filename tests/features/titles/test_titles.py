@@ -30,7 +30,7 @@ from tests.matrix import TITLES, runs, words_of
 from tests.runs import WAYS, lines_of, losses_of, slow_but, start
 from tests.test_long import converted
 from toolkit.config import PretrainedSettings
-from toolkit.data.batches import GlobalBatches
+from toolkit.data.batches import GlobalBatches, Inputs
 from toolkit.data.jieba_tokenizer import WordBackend
 from toolkit.data.tokens import load_tokenizer
 from toolkit.features.titles.evaluation import Writer
@@ -206,10 +206,8 @@ def test_a_bigbird_becomes_a_bert_decoder_with_the_same_logits(
         assert model.generate(input_ids=ids).shape[0] == 2
         model.generation_config.num_return_sequences = 2
         titles = Writer(accelerator, model)
-        assert titles.write(*titles.encode(SimpleNamespace(inputs={"input_ids": ids}))).shape == (
-            2,
-            LONGEST,
-        )
+        encoded = titles.encode(SimpleNamespace(inputs=Inputs(input_ids=ids)))
+        assert titles.write(*encoded).shape == (2, LONGEST)
 
 
 def test_one_line_for_each_title() -> None:

@@ -9,21 +9,21 @@ from typing import Any
 
 import pydantic
 
-from toolkit.data.read import format_of, read_file
+from toolkit.data.read import format_of, parse_json, read_file
 from toolkit.data.table import Table
 from toolkit.data.write import output_format, write_rows
 from toolkit.errors import UserError
 from toolkit.features.folds.command import reading_settings
-from toolkit.features.folds.split import batches_of, row_digest
 from toolkit.utils.files import explain_write_errors, replace_file
 
 
 class Correction(pydantic.BaseModel):
-    """A line of the file."""
+    """A line of the file of corrections."""
 
     id: pydantic.NonNegativeInt
     """The row, from 0."""
-    row_digest: str
+    data: str
+    """The digest of all rows, and of how they are read."""
     cells: dict[str, Any] | None
     """Column -> new cell; None leaves the row out."""
 
@@ -34,67 +34,43 @@ def run(options: argparse.Namespace) -> None:
     kind = output_format(output)
     if output.exists():
         raise UserError(f"{output} exists: name another file")
-    settings = reading_settings(vars(options))
+    settings = reading_settings(options)
     table = read_file(options.file, settings)
-    corrections = read_corrections(Path(options.corrections))
-    beyond = [row for row in corrections if row >= len(table)]
-    if beyond:
-        rows = f"{table.name} has {len(table)} rows"
-        raise UserError(f"{options.corrections}: id {beyond[0]}: {rows}")
+    corrections = read_corrections(Path(options.corrections), table)
     quoting = settings.quoting != "none" or kind != format_of(Path(options.file))
     with explain_write_errors(output), replace_file(output) as draft:
         write_rows(draft, output, corrected(table, corrections), settings.encoding, quoting)
-    left_out = sum(correction.cells is None for correction in corrections.values())
+    left_out = list(corrections.values()).count(None)
     changed = len(corrections) - left_out
     print(f"{output}: {len(table) - left_out} rows, {changed} corrected, {left_out} left out")
 
 
-def read_corrections(path: Path) -> dict[int, Correction]:
-    """Row -> correction. Raises UserError naming an invalid line, or the second one of a row."""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # texts may contain U+0085
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    corrections: dict[int, Correction] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            correction = Correction.model_validate_json(line)
-        except pydantic.ValidationError:
-            example = '{"id": 3, "row_digest": "...", "cells": {"label": "pos"}}'
-            remedy = f"write {example} (cells null leaves the row out), as in label_errors.jsonl"
-            raise UserError(f"{where}: {remedy}") from None
+def read_corrections(path: Path, table: Table) -> dict[int, dict[str, Any] | None]:
+    """Row -> its new cells, or None to leave it out. Raises UserError for corrections of other
+    rows, and for two of one row."""
+    corrections: dict[int, dict[str, Any] | None] = {}
+    for line in parse_json(path):
+        correction = Correction.model_validate(line)
+        known = set(correction.cells or ()) <= set(table.rows.column_names)
+        if correction.data != table.digest or correction.id >= len(table) or not known:
+            why = f"{table.name} has other content, or was read with other options"
+            raise UserError(f"{path}: id {correction.id} is of other data: {why}")
         if correction.id in corrections:
-            raise UserError(f"{where}: id {correction.id} has two lines")
-        corrections[correction.id] = correction
+            raise UserError(f"{path}: id {correction.id} has two corrections: remove one")
+        corrections[correction.id] = correction.cells
     return corrections
 
 
-def corrected(table: Table, corrections: Mapping[int, Correction]) -> Iterator[Any]:
-    """The corrected rows as pyarrow tables. Raises UserError naming a row that is another than when
-    the corrections were made."""
-    for start, batch in batches_of(table):
-        kept = []
-        columns = batch.to_pydict()
-        for place in range(batch.num_rows):
-            correction = corrections.get(start + place)
-            if correction is None:
-                kept.append(place)
-                continue
-            if row_digest(cells[place] for cells in columns.values()) != correction.row_digest:
-                where = f"{table.where(start + place)} (id {start + place})"
-                raise UserError(f"{where} has other cells: the corrections are of other data")
-            if correction.cells is not None:
-                kept.append(place)
-                for name, cell in correction.cells.items():
-                    columns[name][place] = cell
-        yield _rebuilt(batch, columns).take(kept)
-
-
-def _rebuilt(batch: Any, columns: Mapping[str, list[Any]]) -> Any:
+def corrected(table: Table, corrections: Mapping[int, dict[str, Any] | None]) -> Iterator[Any]:
+    """The corrected rows as pyarrow tables."""
     import pyarrow
 
-    arrays = [pyarrow.array(columns[field.name], field.type) for field in batch.schema]
-    return pyarrow.table(arrays, schema=batch.schema)
+    number = 0
+    for batch in table.batches():
+        rows = []
+        for row in batch.to_pylist():
+            cells = corrections.get(number, {})
+            if cells is not None:
+                rows.append(row | cells)
+            number += 1
+        yield pyarrow.Table.from_pylist(rows, schema=batch.schema)

@@ -13,9 +13,9 @@ def _add_folds(parser: argparse.ArgumentParser) -> None:
     add("--train_file", metavar="FILE", help="the labelled rows")
     add("--folds", type=int, default=5, metavar="N", help="how many models are trained [5]")
     add("--output_dir", metavar="FOLDER", help="where to write [runs/folds-RECIPE]")
-    _add_reading(parser)
     for name in ("text_column", "text_pair", "label_column"):
         add(f"--{name}", metavar="NAME", help="as for the recipe")
+    _add_reading(parser)
 
 
 def _add_correct(parser: argparse.ArgumentParser) -> None:
@@ -28,9 +28,10 @@ def _add_correct(parser: argparse.ArgumentParser) -> None:
 
 def _add_reading(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--encoding", metavar="NAME", help="encoding of a text file [utf-8]")
+    add("--encoding", default="utf-8", metavar="NAME", help="encoding of a text file [utf-8]")
     add("--delimiter", metavar="CHARACTER", help="delimiter of cells; default: by the suffix")
-    add("--quoting", choices=("csv", "none"), help="none: a double quote is part of the text")
+    quoting = "none: a double quote is part of the text [csv]"
+    add("--quoting", default="csv", choices=("csv", "none"), help=quoting)
     add("--column_names", metavar="NAMES", help="of a file without a header: label,text")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,21 +22,20 @@ _PRUNE_AFTER = 4  # trials, with which others are compared
 
 def run(options: argparse.Namespace, words: list[str]) -> None:
     """`words`: the recipe's arguments. Raises UserError."""
-    _check(options)
+    if not options.search and not options.seeds:
+        raise UserError("toolkit sweep needs --search NAME=VALUES or --seeds N: see --help")
     folder = Path(options.output_dir or f"runs/sweep-{Path(options.recipe).stem}")
     runs = RecipeRuns(options.recipe, words, folder)
-    settings = runs.settings
-    seed = int(settings.get("seed", 42))
-    if settings and settings["data_seed"] is None and not settings["validation_file"]:
+    seed = int(runs.settings.get("seed", 42))
+    if runs.settings.get("data_seed", seed) is None and not runs.settings["validation_file"]:
         runs.words += ["--data_seed", str(seed)]  # the same validation rows in every run
+    seeds = range(seed, seed + (options.seeds or 0))
     space = _parse_space(options.search, runs)
     names: list[str] = []
     best: dict[str, Any] = {}
     with runs.locked():
         if space:
             best, names = search(runs, space, options.trials)
-        seeds = range(seed, seed + (options.seeds or 0))
-        if space and "seed" not in space:
             seeds = seeds[1:]  # the search ran the first
         for number in seeds:
             runs.run(f"seed-{number}", {**best, "seed": number})
@@ -47,35 +47,25 @@ def run(options: argparse.Namespace, words: list[str]) -> None:
     print(f"\nwith curves: toolkit compare {shlex.quote(str(folder))}/*/ --output compare.html")
 
 
-def _check(options: argparse.Namespace) -> None:
-    for name in ("trials", "seeds"):
-        count = getattr(options, name)
-        if count is not None and count < 1:
-            raise UserError(f"--{name} {count}: give 1 or more")
-    if not options.search and not options.seeds:
-        raise UserError("toolkit sweep needs --search NAME=VALUES or --seeds N: see --help")
-    if options.trials and not options.search:
-        raise UserError("--trials has no effect without --search")
-    if options.search:
-        require_extra("--search", "sweep", "optuna")
-
-
 def _parse_space(texts: list[str], runs: RecipeRuns) -> dict[str, Any]:
     """Setting -> optuna distribution. Raises UserError."""
+    if texts:
+        require_extra("--search", "sweep", "optuna")
     space: dict[str, Any] = {}
     for text in texts:
         name, _, values = text.partition("=")
         if name in space:
-            raise UserError(f"--search: two have the same name: {name}")
+            raise UserError(f"--search {text}: {name} has two lines")
+        if name in LOSS_SETTINGS and "loss" in str(runs.settings.get("metric_for_best_model")):
+            remedy = "pass another --metric_for_best_model, for example f1_macro"
+            raise UserError(f"--search {text}: its losses cannot be compared: {remedy}")
         try:
-            if name in LOSS_SETTINGS and "loss" in str(runs.settings.get("metric_for_best_model")):
-                remedy = "pass another --metric_for_best_model, for example f1_macro"
-                raise UserError(f"losses under different values cannot be compared: {remedy}")
             space[name] = _distribution(values)
-            for value in values.removesuffix(":log").replace(":", ",").split(","):
+            for value in re.split("[,:]", values.removesuffix(":log")):
                 runs.parse([f"--{name}={value}"])
         except (UserError, ValueError) as error:
-            raise UserError(f"--search {text}: {first_line(error)}") from error
+            syntax = "NAME=LOW:HIGH, NAME=LOW:HIGH:log or NAME=A,B,C"
+            raise UserError(f"--search {text}: {first_line(error)} ({syntax})") from error
     return space
 
 
@@ -85,13 +75,11 @@ def _distribution(values: str) -> Any:
 
     if "," in values:
         return CategoricalDistribution(values.split(","))
-    low, *high = values.split(":")
-    if not high or high[1:] not in ([], ["log"]):
-        raise ValueError("write NAME=LOW:HIGH, NAME=LOW:HIGH:log or NAME=A,B,C")
-    log = len(high) > 1
-    if "." in values or "e" in values.removesuffix(":log").lower():
-        return FloatDistribution(float(low), float(high[0]), log=log)
-    return IntDistribution(int(low), int(high[0]), log=log)
+    low, high = values.removesuffix(":log").split(":")
+    log = values.endswith(":log")
+    if re.search("[.eE]", values):
+        return FloatDistribution(float(low), float(high), log=log)
+    return IntDistribution(int(low), int(high), log=log)
 
 
 def search(
@@ -101,7 +89,6 @@ def search(
     the results of the runs that are there the sampler draws the same settings again."""
     import optuna
     from optuna.distributions import CategoricalDistribution
-    from optuna.trial import TrialState
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     sampler = optuna.samplers.TPESampler(seed=0)
@@ -109,80 +96,65 @@ def search(
     study = optuna.create_study(sampler=sampler, pruner=pruner, direction="maximize")
     count = trials or _TRIALS
     if all(isinstance(values, CategoricalDistribution) for values in space.values()):
-        grid = list(itertools.product(*(values.choices for values in space.values())))
+        grid = list(itertools.product(*(values.choices for values in space.values())))[:trials]
+        count = len(grid)
         for values in grid:
             study.enqueue_trial(dict(zip(space, values, strict=True)))
-        count = min(trials or len(grid), len(grid))
-    for _ in range(count):
-        trial = study.ask(dict(space))
-        value = run_trial(runs, trial)
-        status = runs.status(trial_name(trial))
-        if status == "pruned":
-            study.tell(trial, state=TrialState.PRUNED)
-        elif value is None:
-            study.tell(trial, state=TrialState.FAIL)
-        else:
-            study.tell(trial, value)
-    finished = study.get_trials(states=(TrialState.COMPLETE,))
-    if not finished:
+    names = []
+    for number in range(count):
+        name = f"trial-{number:03d}"
+        if run_trial(runs, name, study.ask(dict(space))):
+            names.append(name)
+    if not names:
         raise UserError(f"no trial finished: see {runs.folder}/trial-*.log")
-    return study.best_params, [trial_name(trial) for trial in finished]
+    return study.best_params, names
 
 
-def run_trial(runs: RecipeRuns, trial: Any) -> float | None:
-    """The best value of a trial; None for one that failed. Raises UserError for a run that fails
-    before its first step, as all would: the same command runs it again."""
+def run_trial(runs: RecipeRuns, name: str, trial: Any) -> bool:
+    """Runs a trial, unless that is done, and tells optuna its best evaluation. Returns whether it
+    finished. Raises UserError for a run that fails before its first step, as all would: the same
+    command runs it again."""
     from optuna import TrialPruned
+    from optuna.trial import TrialState
 
-    name = trial_name(trial)
     folder = runs.folder / name
-    ran = True
+
+    def prune() -> None:
+        report(trial, folder)
+        if trial.should_prune():
+            raise TrialPruned
+
     try:
-        ran = runs.run(name, trial.params, while_running=lambda: report_and_prune(trial, folder))
+        runs.run(name, trial.params, while_running=prune)
     except TrialPruned:
-        runs.set_status(name, "pruned")
+        runs.set_status(name, "pruned: worse than the median of the others at this step")
     except UserError as error:
         if not (folder / "metrics.jsonl").exists():
             raise UserError(f"before its first step {error}") from error
-        runs.set_status(name, "failed")
-        print(f"  {error}", flush=True)
-    report(trial, folder)
-    values = evaluations(folder)
-    if runs.status(name) == "failed" or not values:
-        return None
-    if ran:
-        print(f"  best evaluation {max(values.values()):.4f}", flush=True)
-    return max(values.values())
+        runs.set_status(name, str(error))
+    values = report(trial, folder)
+    if runs.status(name) != "finished" or not values:
+        print(f"  {runs.status(name)}", flush=True)
+        trial.study.tell(trial, state=TrialState.PRUNED)
+        return False
+    print(f"  {name}: best evaluation {max(values):.4f}", flush=True)
+    trial.study.tell(trial, max(values))
+    return True
 
 
-def report(trial: Any, folder: Path) -> None:
-    """Reports the evaluations so far to optuna."""
-    reported = trial.study.trials[trial.number].intermediate_values
-    for step, value in evaluations(folder).items():
-        if step not in reported:
-            trial.report(value, step)
-
-
-def report_and_prune(trial: Any, folder: Path) -> None:
-    """Raises TrialPruned for a run that is worse than the median of the others at the same step."""
-    from optuna import TrialPruned
-
-    report(trial, folder)
-    if trial.should_prune():
-        print("  pruned: worse than the median of the others at this step", flush=True)
-        raise TrialPruned
-
-
-def trial_name(trial: Any) -> str:
-    return f"trial-{trial.number:03d}"
-
-
-def evaluations(folder: Path) -> dict[int, float]:
-    """Step -> --metric_for_best_model, negated if lower is better."""
+def report(trial: Any, folder: Path) -> list[float]:
+    """Reports the evaluations so far to optuna, and returns them: `--metric_for_best_model`,
+    negated if lower is better."""
     if not (folder / "eval.jsonl").exists():
-        return {}
+        return []
     record = Record.load(folder)
-    metric = record.best.metric
-    lines = record.training_evaluations
-    known = [line for line in lines if line[metric] is not None]
-    return {line["step"]: record.best.sign * line[metric] for line in known}
+    best = record.best
+    reported = trial.study.trials[trial.number].intermediate_values
+    values = []
+    for line in record.training_evaluations:
+        number = line[best.metric]
+        if number is not None:
+            values.append(best.sign * number)
+            if line["step"] not in reported:
+                trial.report(values[-1], line["step"])
+    return values

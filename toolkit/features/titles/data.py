@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,9 @@ class TitleCollator(Collator):
         width = int(counts.max())
         # the causal mask hides right padding: the decoder needs no attention mask
         inputs = self.padded(np.delete(titles, last), counts, width, self.pad_id, left=False)
+        batch.inputs["decoder_input_ids"] = inputs
         labels = self.padded(np.delete(titles, first), counts, width, IGNORED, left=False)
-        return replace(batch, inputs={**batch.inputs, "decoder_input_ids": inputs}, labels=labels)
+        return replace(batch, labels=labels)
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,9 @@ class TitleSplit(Split):
     target_offsets: np.ndarray
     """(samples + 1,) int64."""
 
-    collator: Any = field(default=TitleCollator, kw_only=True)
-
     def loss_denominators(self, indices: np.ndarray | slice = slice(None)) -> np.ndarray:
         """(samples,) int64: the predicted tokens of each title, all but the start token."""
         return self.target_offsets[1:][indices] - self.target_offsets[:-1][indices] - 1
-
-    def target(self, index: int) -> np.ndarray:
-        """(length,) int32: the tokens of a title."""
-        return self.target_ids[self.target_offsets[index] : self.target_offsets[index + 1]]
 
     def titles(self) -> list[str]:
         """The reference titles; saved for validation and test splits only."""
@@ -97,10 +92,6 @@ class Titles(Targets):
     def check(cls, settings: Any, tokenizer: Any) -> None:
         # fail now, not at the first ROUGE
         require_extra("recipes/title.py", "titles", "rouge_score", "jieba")
-        if tokenizer.cls_token_id is None or tokenizer.sep_token_id is None:
-            name = settings.model.model_name_or_path
-            fault = "its tokenizer has no cls_token or sep_token to begin and end a title"
-            raise UserError(f"{name}: {fault}")
 
     @classmethod
     def data_facts(cls, settings: Any) -> dict[str, Any]:
@@ -142,9 +133,8 @@ class Titles(Targets):
         counts = save_tokens(folder, tokens, "target_ids", "target_offsets")
         if not counts.truncated:
             return []
-        share = f"{100 * counts.truncated / len(table):.1f} % of the titles"
-        cut = f"cut at {self.max_length} tokens (--max_target_length)"
-        return [f"{folder.name}: {share} are {cut}"]
+        share = f"{counts.truncated} of {len(table)}"
+        return [f"{name}: {share} are cut at {self.max_length} tokens (--max_target_length)"]
 
     def facts(self) -> dict[str, Any]:
         settings = {"title_column": self.column, "max_target_length": self.max_length}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 
 from toolkit.config import ModelSettings
@@ -17,7 +15,6 @@ from toolkit.data.batches import Batch
 from toolkit.evaluation.answers import Answers
 from toolkit.evaluation.outputs import BatchSizes, ComputeMetrics, Evaluation, Outputs
 from toolkit.features.titles import rouge
-from toolkit.features.titles.data import TitleSplit
 from toolkit.features.titles.model import load_saved_title_model
 from toolkit.features.titles.readable import readable
 from toolkit.launch.precision import autocast
@@ -32,7 +29,7 @@ def title_metrics(
     """Mean ROUGE-1, 2 and L; `segmenter`: as `--rouge_segmenter`."""
     segmenter = rouge.resolve(segmenter, references)
     scores = rouge.scores(titles, references, segmenter)
-    means = {name: float(np.mean([score[name] for score in scores])) for name in scores[0]}
+    means = {name: float(np.mean([score[name] for score in scores])) for name in rouge.KINDS}
     return {**means, "rouge_segmenter": segmenter}
 
 
@@ -41,27 +38,25 @@ def title_evaluation(
 ) -> Evaluation:
     """The evaluation from gathered losses (N,), summed over each title's tokens, and generated
     token ids (N, T). All ranks get the metrics."""
-    split = outputs.split
-    assert isinstance(split, TitleSplit)
     arrays = outputs.in_order()
     if not arrays:
         return outputs.make_evaluation()
+    split: Any = outputs.split
     losses, generated = arrays
     titles = [readable(tokenizer, row) for row in generated.tolist()]
     references = split.titles()
     metrics = compute_metrics(titles, references)
-    segmenter = metrics.get("rouge_segmenter", "auto")
-    lines = partial(_lines, split.rows, titles, references, segmenter)
+
+    def lines() -> Iterator[dict[str, Any]]:
+        segmenter = rouge.resolve(metrics.get("rouge_segmenter", "auto"), references)
+        scores = rouge.scores(titles, references, segmenter)
+        for row, title, reference, score in zip(
+            split.rows.tolist(), titles, references, scores, strict=True
+        ):
+            rounded = {name: round(value, 6) for name, value in score.items()}
+            yield {"id": row, "title": title, "reference": reference, "scores": rounded}
+
     return outputs.make_evaluation(losses, metrics, lines)
-
-
-def _lines(
-    rows: np.ndarray, titles: Sequence[str], references: Sequence[str], segmenter: Any
-) -> Iterator[dict[str, Any]]:
-    scores = rouge.scores(titles, references, segmenter)
-    for row, title, reference, score in zip(rows, titles, references, scores, strict=True):
-        rounded = {name: round(value, 6) for name, value in score.items()}
-        yield {"id": int(row), "title": title, "reference": reference, "scores": rounded}
 
 
 class TitleAnswers(Answers):
@@ -97,18 +92,14 @@ class Writer:
     def __init__(self, accelerator: Accelerator, model: Any) -> None:
         model.eval()
         self.module = unwrapped(model)
+        # of the encoder; the whole model's forward has its own
+        self.autocast = autocast(accelerator)
+        # a forward pass gathers sharded parameters: a rank whose titles have all ended must
+        # continue until the others' have
+        self.synced_gpus = accelerator.num_processes > 1
         config = self.module.generation_config
         max_length = config.max_length or _DEFAULT_MAX_LENGTH
         self.max_new_tokens = config.max_new_tokens or max_length - 1
-        self.pad_token_id = config.pad_token_id or 0
-        # of the encoder; the whole model's forward has its own
-        self.autocast = autocast(accelerator)
-        plugin = accelerator.state.deepspeed_plugin
-        is_zero3 = plugin is not None and plugin.zero_stage == 3
-        is_fsdp = accelerator.distributed_type == DistributedType.FSDP
-        # each forward gathers parameters: a rank whose titles have all ended must continue until
-        # the others' have
-        self.synced_gpus = (is_zero3 or is_fsdp) and accelerator.num_processes > 1
         if isinstance(self.module, FSDPModule):
             # its hooks gather root parameters only in the root's forward
             self.module._get_fsdp_state()._lazy_init()
@@ -116,12 +107,10 @@ class Writer:
 
     def encode(self, batch: Batch) -> tuple[Any, torch.Tensor]:
         """(the encoder's output, its attention mask (B, S)), for both `logits` and `write`."""
-        input_ids = batch.inputs["input_ids"]  # (B, S)
-        mask = batch.inputs.get("attention_mask")
-        if mask is None:
-            mask = torch.ones_like(input_ids)
+        mask = batch.inputs["attention_mask"]
         with self.autocast:
-            return self.module.get_encoder()(input_ids=input_ids, attention_mask=mask), mask
+            encoder = self.module.get_encoder()
+            return encoder(input_ids=batch.inputs["input_ids"], attention_mask=mask), mask
 
     def logits(self, batch: Batch, encoded: Any, mask: torch.Tensor) -> torch.Tensor:
         """(B, T, V): logits of the reference titles (teacher forcing)."""
@@ -143,4 +132,5 @@ class Writer:
             synced_gpus=self.synced_gpus,
         )[:, 1:]
         padding = (0, self.max_new_tokens - ids.shape[1])
-        return torch.nn.functional.pad(ids, padding, value=self.pad_token_id)
+        pad_token_id = self.module.generation_config.pad_token_id
+        return torch.nn.functional.pad(ids, padding, value=pad_token_id)

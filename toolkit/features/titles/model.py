@@ -14,7 +14,6 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     BertConfig,
-    BertLMHeadModel,
     EncoderDecoderModel,
     GenerationConfig,
 )
@@ -24,13 +23,7 @@ from toolkit.errors import UserError
 from toolkit.features.titles.settings import KIND, GenerationSettings
 from toolkit.models.attention import choose_attention
 from toolkit.models.classifier import configure, from_pretrained, set_dropout
-from toolkit.pretrained import (
-    explain_load_errors,
-    load_config,
-    quiet_transformers,
-    refuse_random,
-    whole_weights,
-)
+from toolkit.pretrained import load_config, refuse_random
 
 
 def load_title_model(
@@ -47,25 +40,19 @@ def load_title_model(
     `settings` names a BERT, a BigBird, or a saved encoder-decoder; `long` is
     `toolkit.models.to_bigbird.long_model` of it. Raises UserError when they cannot be loaded, or
     the decoder has too few positions for `max_target_length`."""
-    name = str(settings.model_name_or_path)
     set_seed(seed)
-    with explain_load_errors(name), whole_weights(), quiet_transformers():
-        if load_config(settings).model_type == KIND:
-            model = _saved(settings)
-        else:
-            model = EncoderDecoderModel(
-                encoder=_part(AutoModel, long, load_config(long)), decoder=_decoder(settings)
-            )
-    positions = getattr(model.config.decoder, "max_position_embeddings", None)
-    if positions and max_target_length >= positions:
-        why = f"the decoder of {name} has {positions} positions"
-        raise UserError(
-            f"--max_target_length {max_target_length}: {why}; pass at most {positions - 1}"
-        )
+    if load_config(settings).model_type == KIND:
+        model = _saved(settings)
+    else:
+        encoder = _part(AutoModel, long, load_config(long))
+        model = EncoderDecoderModel(encoder=encoder, decoder=_decoder(settings))
+    positions = model.config.decoder.max_position_embeddings
+    if max_target_length >= positions:
+        why = f"the decoder of {settings.model_name_or_path} has {positions} positions"
+        raise UserError(f"--max_target_length {max_target_length}: {why}")
     _configure_generation(model, tokenizer, generation, max_target_length)
-    configure(
-        model, settings, decoder_input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False
-    )
+    decoder_input_ids = torch.ones(1, 8, dtype=torch.long)
+    configure(model, settings, decoder_input_ids=decoder_input_ids, use_cache=False)
     return model
 
 
@@ -92,55 +79,37 @@ def _part(auto_class: Any, settings: PretrainedSettings, config: Any) -> Any:
 
 
 def _decoder(settings: PretrainedSettings) -> Any:
+    """A BigBird becomes a BERT, which has the same names and logits: with cross-attention
+    transformers' BigBird (5.23) gives wrong logits, and it cannot generate."""
     config = load_config(settings)
-    is_bigbird = config.model_type == "big_bird"
-    if is_bigbird:
+    if config.model_type == "big_bird":
         if not config.use_bias or config.rescale_embeddings:
             why = "a decoder needs a BigBird with use_bias True and rescale_embeddings False"
             raise UserError(f"model {settings.model_name_or_path}: {why}: take another model")
-        config.attention_type = "original_full"
+        as_bert = {"model_type": "bert", "architectures": None}
+        config = BertConfig.from_dict({**config.to_dict(), **as_bert})
     config.is_decoder = config.add_cross_attention = True
-    decoder = _part(AutoModelForCausalLM, settings, config)
-    if is_bigbird:
-        return _as_bert(decoder)
-    return decoder
-
-
-def _as_bert(decoder: Any) -> BertLMHeadModel:
-    """A BERT decoder with a BigBird decoder's weights and the same logits; with cross-attention
-    transformers' BigBird (5.23) gives wrong logits, and it cannot generate."""
-    values = {**decoder.config.to_dict(), "model_type": "bert", "architectures": None}
-    bert = BertLMHeadModel(BertConfig.from_dict(values))
-    states = decoder.state_dict().items()
-    bert.load_state_dict({name: weight for name, weight in states if "pooler" not in name})
-    return bert
+    return _part(AutoModelForCausalLM, settings, config)
 
 
 def _configure_generation(
     model: Any, tokenizer: Any, generation: GenerationSettings, max_target_length: int
 ) -> None:
     """Sets the special tokens and the beam search in the configs that are saved with the model."""
-    special_tokens = {
+    tokens = {
         "decoder_start_token_id": tokenizer.cls_token_id,
         "eos_token_id": tokenizer.sep_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    # hidden_size for DeepSpeed's `auto` sizes
-    sizes = {
-        "vocab_size": model.config.decoder.vocab_size,
-        "hidden_size": model.config.encoder.hidden_size,
-    }
-    model.config.update({**special_tokens, **sizes})
-    beams = {}
+    model.config.update(tokens)
+    model.config.vocab_size = model.config.decoder.vocab_size
+    model.config.hidden_size = model.config.encoder.hidden_size  # for DeepSpeed's `auto` sizes
+    search: dict[str, Any] = {"num_beams": generation.num_beams}
     if generation.num_beams > 1:
-        beams["length_penalty"] = generation.length_penalty
+        search["length_penalty"] = generation.length_penalty
     model.generation_config = GenerationConfig(
-        **special_tokens,
-        **beams,
-        bos_token_id=tokenizer.cls_token_id,
+        **tokens,
+        **search,
         max_new_tokens=max_target_length,
-        num_beams=generation.num_beams,
         no_repeat_ngram_size=generation.no_repeat_ngram_size,
-        do_sample=False,
-        use_cache=True,
     )

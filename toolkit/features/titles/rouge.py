@@ -11,12 +11,11 @@ import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Literal
 
+from toolkit.data.jieba_tokenizer import load_jieba
 from toolkit.errors import UserError
 from toolkit.features.titles.readable import HAN, KANA
 from toolkit.features.titles.settings import Segmenter
-from toolkit.utils.extras import require_extra
 
 KINDS = ("rouge1", "rouge2", "rougeL")
 FOREIGN_SHARE = 0.2
@@ -27,42 +26,39 @@ _HAN = re.compile(f"[{HAN}]")
 _CHARACTERS = re.compile(rf"[{HAN}{KANA}]|[^\W_{HAN}{KANA}]+(?:(?<=\d)\.\d+)*")
 
 
-def resolve(segmenter: Segmenter, references: Sequence[str]) -> Literal["word", "jieba", "char"]:
+def resolve(segmenter: Segmenter, references: Sequence[str]) -> Segmenter:
     """Replaces `auto`. Raises UserError for `word` if it would ignore the references' letters:
     every score would be 0."""
-    if segmenter in ("jieba", "char"):
-        return segmenter
     letters = "".join(filter(str.isalpha, "".join(references)))
-    foreign = sum(not letter.isascii() for letter in letters)
-    if foreign <= FOREIGN_SHARE * len(letters):
-        return "word"
-    if segmenter == "word":
-        why = f"and {100 * foreign / len(letters):.0f} % of the references' letters are others"
-        raise UserError(
-            f"--rouge_segmenter word ignores all letters but a-z, {why}: choose jieba, char or auto"
-        )
-    return "jieba" if len(_HAN.findall(letters)) > FOREIGN_SHARE * len(letters) else "char"
+    many = FOREIGN_SHARE * len(letters)
+    usual: Segmenter = "word"
+    if len(_HAN.findall(letters)) > many:
+        usual = "jieba"
+    elif sum(not letter.isascii() for letter in letters) > many:
+        usual = "char"
+    if segmenter == "word" and usual != "word":
+        why = f"more than {FOREIGN_SHARE:.0%} of the references' letters are others"
+        remedy = "choose jieba, char or auto"
+        raise UserError(f"--rouge_segmenter word ignores all letters but a-z, and {why}: {remedy}")
+    return usual if segmenter == "auto" else segmenter
 
 
 def scores(
     predictions: Sequence[str], references: Sequence[str], segmenter: Segmenter
 ) -> list[dict[str, float]]:
     """{rouge1, rouge2, rougeL} of each pair: F-measures from 0 to 1; 0 for an empty text.
-
-    Raises UserError if the extra `titles` is not installed, ValueError for lists of different
-    lengths.
-    """
-    require_extra("ROUGE", "titles", "rouge_score")
+    `segmenter`: not `auto` (`resolve`). Raises ValueError for lists of different lengths."""
     from rouge_score.rouge_scorer import RougeScorer  # imports nltk, a second
 
-    tokenizer = SimpleNamespace(tokenize=tokenize_of(resolve(segmenter, references)))
-    scorer = RougeScorer(KINDS, tokenizer=tokenizer)
-    pairs = zip(predictions, references, strict=True)
-    results = (scorer.score(reference, prediction) for prediction, reference in pairs)
-    return [{kind: float(result[kind].fmeasure) for kind in KINDS} for result in results]
+    scorer = RougeScorer(KINDS, tokenizer=SimpleNamespace(tokenize=tokenize_of(segmenter)))
+    scored = []
+    for prediction, reference in zip(predictions, references, strict=True):
+        result = scorer.score(reference, prediction)
+        scored.append({kind: float(result[kind].fmeasure) for kind in KINDS})
+    return scored
 
 
-def tokenize_of(segmenter: Literal["word", "jieba", "char"]) -> Callable[[str], list[str]]:
+def tokenize_of(segmenter: Segmenter) -> Callable[[str], list[str]]:
     """A function from a text to its words."""
     if segmenter == "word":
         from rouge_score.tokenizers import DefaultTokenizer
@@ -70,12 +66,8 @@ def tokenize_of(segmenter: Literal["word", "jieba", "char"]) -> Callable[[str], 
         return DefaultTokenizer(use_stemmer=False).tokenize
     if segmenter == "char":
         return lambda text: _CHARACTERS.findall(_normalise(text))
-    from toolkit.data.jieba_tokenizer import load_jieba
-
-    cutter = load_jieba().cutter
-    return lambda text: [
-        word for word in cutter.lcut(_normalise(text)) if any(map(str.isalnum, word))
-    ]
+    cut = load_jieba().cutter.lcut
+    return lambda text: [word for word in cut(_normalise(text)) if any(map(str.isalnum, word))]
 
 
 def _normalise(text: str) -> str:
