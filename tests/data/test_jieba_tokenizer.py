@@ -17,7 +17,7 @@ from tests.runs import ROOT
 from toolkit.config import PretrainedSettings
 from toolkit.data.jieba_tokenizer import is_jieba, load_jieba, load_words_first, words_first
 from toolkit.data.read import read_demo
-from toolkit.data.tokens import load_tokenizer
+from toolkit.data.tokenizer import load_tokenizer
 from toolkit.features.titles.readable import HAN, readable, without_token_spaces
 
 pytest.importorskip("jieba")

@@ -13,9 +13,6 @@ from toolkit.data.labels import MULTI, REGRESSION, Labels
 from toolkit.data.tokens import Split
 from toolkit.errors import Faults, did_you_mean, listing
 
-_BETA = 0.999
-"""Of Cui et al. 2019, "Class-Balanced Loss Based on Effective Number of Samples", for large
-sets."""
 _IMBALANCE = 3.0
 _RARE_SHARE = 0.1
 _MAX_LISTED = 8
@@ -123,15 +120,11 @@ def _positive_weights(
 
 
 def _class_weights(setting: str, counts: np.ndarray, names: Sequence[str]) -> np.ndarray:
-    """(classes,) float64; `balanced` and `effective` have mean 1 over the training rows."""
-    rows = np.maximum(counts, 1)
-    if setting == "balanced":
-        weights = 1 / rows
-    elif setting == "effective":
-        weights = (1 - _BETA) / (1 - _BETA**rows)
-    else:
+    """(classes,) float64; `balanced` has mean 1 over the training rows."""
+    if setting != "balanced":
         return _weights_by_name("class_weights", setting, names)
-    return np.where(counts > 0, weights * counts.sum() / (weights * counts).sum(), 1)
+    present = counts > 0
+    return np.where(present, counts.sum() / (present.sum() * np.maximum(counts, 1)), 1)
 
 
 def _sampling_shares(setting: str, counts: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,6 @@ import numpy as np
 from natsort import natsorted
 
 from toolkit.config import ProblemType
-from toolkit.data.read import read_class_names
 from toolkit.data.table import Table
 from toolkit.data.targets import Targets
 from toolkit.errors import UserError, did_you_mean, listing
@@ -50,8 +49,6 @@ class Labels(Targets):
     """Columns of the table: one, or one for each output."""
     separator: str | None = None
     """Between the names in a cell of several labels."""
-    values: tuple[str, ...] = ()
-    """The cell value of each class, if --label_names_file renames it."""
 
     column_setting = "label_column"
     usual_columns = USUAL
@@ -63,38 +60,15 @@ class Labels(Targets):
     @classmethod
     def data_facts(cls, settings: Any) -> dict[str, Any]:
         data = settings.data
-        facts: dict[str, Any] = {
+        return {
             "label_column": data.label_column,
             "label_separator": getattr(data, "label_separator", None),
             "problem_type": getattr(settings.model, "problem_type", None),
         }
-        file = getattr(data, "label_names_file", None)
-        if file:
-            facts["class_names"] = read_class_names(file)
-        return facts
-
-    @classmethod
-    def text_columns(cls, settings: Any, table: Table, text_column: str) -> dict[str, str]:
-        """With --drop_empty_text, rows without a label are left out, too; an empty cell of several
-        labels is none of them."""
-        facts = cls.data_facts(settings)
-        columns = table.find_columns(facts["label_column"], USUAL, "label_column")
-        if not settings.data.drop_empty_text or len(columns) != 1:
-            return {}
-        column = columns[0]
-        is_plain = hasattr(table.rows.features[column], "dtype") and not _feature(table, column)
-        if not is_plain or MULTI in (
-            facts["problem_type"],
-            _guess(table, column, facts["label_separator"]),
-        ):
-            return {}
-        return {"label_column": column}
 
     @classmethod
     def find(cls, settings: Any, table: Table, text_column: str) -> Labels:
-        facts = cls.data_facts(settings)
-        names = facts.pop("class_names", None)
-        return find_labels(table, text_column, class_names=names, **facts)
+        return find_labels(table, text_column, **cls.data_facts(settings))
 
     @property
     def size(self) -> int:
@@ -104,11 +78,10 @@ class Labels(Targets):
     @cached_property
     def _ids(self) -> dict[str, int]:
         """Cell -> class id."""
-        names = self.values or self.names
-        ids = {_name(name): place for place, name in enumerate(names)}
-        if list(names) == [f"LABEL_{place}" for place in range(len(names))]:
+        ids = {_name(name): place for place, name in enumerate(self.names)}
+        if list(self.names) == [f"LABEL_{place}" for place in range(self.size)]:
             # transformers' names for a model that was trained on ids
-            ids |= {str(place): place for place in range(len(names))}
+            ids |= {str(place): place for place in range(self.size)}
         return ids
 
     def in_columns(self, table: Table, columns: tuple[str, ...]) -> Labels:
@@ -118,9 +91,8 @@ class Labels(Targets):
             return replace(self, columns=columns)
         if set(columns) != set(self.names):
             raise UserError(
-                f"{table.name}: the label columns {listing(columns)} are not the model's "
-                "classes or "
-                f"outputs {listing(self.names)}: rename them"
+                f"{table.name}: the label columns {listing(columns)} are not the model's classes "
+                f"or outputs {listing(self.names)}: rename them"
             )
         return replace(self, columns=self.names)
 
@@ -130,23 +102,16 @@ class Labels(Targets):
         dtype: Any = np.int64 if self.problem_type == SINGLE else np.float32
         parts = [np.zeros(0, dtype)]
         for rows, cells in _cells(table, self.columns):
-            values = self._encoded(table, rows, cells)
-            parts.append(np.array(values, dtype))
+            values: dict[Any, Any] = {}
+            keys = [cell if isinstance(cell, str) else repr(cell) for cell in cells]
+            for key, row, cell in zip(keys, rows.tolist(), cells, strict=True):
+                if key not in values:  # each distinct cell of a batch is encoded once
+                    try:
+                        values[key] = self._value(cell)
+                    except ValueError as error:
+                        raise UserError(f"{table.where(row)}: {error}") from error
+            parts.append(np.array([values[key] for key in keys], dtype))
         return np.concatenate(parts[1:] or parts)
-
-    def _encoded(self, table: Table, rows: np.ndarray, cells: list[Any]) -> list[Any]:
-        """Each distinct cell of a batch is encoded once."""
-        known: dict[Any, Any] = {}
-        values = []
-        for row, cell in zip(rows.tolist(), cells, strict=True):
-            key = cell if isinstance(cell, str) else repr(cell)
-            if key not in known:
-                try:
-                    known[key] = self._value(cell)
-                except ValueError as error:
-                    raise UserError(f"{table.where(row)}: {error}") from error
-            values.append(known[key])
-        return values
 
     def _value(self, cell: Any) -> Any:
         """A class id, a 0 or 1 per class, a number, or numbers. Raises ValueError."""
@@ -184,18 +149,18 @@ class Labels(Targets):
             raise ValueError(_NO_LABEL)
         raise ValueError(
             f"label {name!r} does not occur in training{did_you_mean(name, self._ids)}: the "
-            "classes "
-            f"are {listing(self._ids)}"
+            f"classes are {listing(self._ids)}"
         )
 
-    def all_missing(self, table: Table) -> bool:
-        if not set(self.columns) <= set(table.rows.column_names):
-            return True
-        for column in self.columns:
-            for _, cells in _cells(table, (column,)):
-                if any(_name(cell) for cell in cells):
-                    return False
-        return True
+    def missing(self, table: Table) -> np.ndarray:
+        """An empty cell of several labels is none of them, unless all cells are empty."""
+        if not set(table.rows.column_names).issuperset(self.columns):
+            return np.ones(len(table), bool)
+        blank = _match(table, self.columns, _is_blank)
+        has_lists = self.problem_type == MULTI and len(self.columns) == 1
+        if has_lists and not blank.all():
+            return _match(table, self.columns, _is_missing)
+        return blank
 
     def strata(self, encoded: np.ndarray) -> np.ndarray | None:
         return encoded if self.problem_type == SINGLE else None
@@ -204,10 +169,7 @@ class Labels(Targets):
         return {"labels": list(self.names), "problem_type": self.problem_type}
 
     def source(self) -> dict[str, Any]:
-        source: dict[str, Any] = {
-            "label_columns": list(self.columns),
-            "label_values": list(self.values),
-        }
+        source: dict[str, Any] = {"label_columns": list(self.columns)}
         if self.separator:
             source["label_separator"] = self.separator
         return source
@@ -215,9 +177,8 @@ class Labels(Targets):
     def describe(self) -> str:
         what = "outputs" if self.problem_type == REGRESSION else "classes"
         kind = self.problem_type.replace("_", " ")
-        return (
-            f"{kind} from column {listing(self.columns)}, {self.size} {what}: {listing(self.names)}"
-        )
+        where = f"from column {listing(self.columns)}"
+        return f"{kind} {where}, {self.size} {what}: {listing(self.names)}"
 
 
 def find_labels(
@@ -226,11 +187,10 @@ def find_labels(
     label_column: str | None = None,
     problem_type: ProblemType | None = None,
     label_separator: str | None = None,
-    class_names: dict[str, str] | None = None,
 ) -> Labels:
     """Infers from the label column of the training table what a model predicts; `problem_type`
-    overrides. `class_names`: cell value -> class name. Raises UserError when the column is missing
-    or ambiguous, or there are fewer than two classes."""
+    overrides. Raises UserError when the column is missing or ambiguous, or there are fewer than two
+    classes."""
     columns = table.find_columns(label_column, USUAL, "label_column")
     if not columns:
         excluded = table.columns_of(text_column)
@@ -238,10 +198,10 @@ def find_labels(
         raise table.ambiguous_column("label", "label_column", others)
     if len(columns) > 1:
         problem = problem_type or _guess_columns(table, columns)
-        if problem == SINGLE or class_names:
+        if problem == SINGLE:
             raise UserError(
                 f"{table.name}: several label columns mean several labels or numbers: leave out "
-                "--label_names_file and --problem_type single_label_classification"
+                "--problem_type single_label_classification"
             )
         return Labels(problem, columns, columns)
     column = columns[0]
@@ -250,11 +210,8 @@ def find_labels(
         return Labels(problem, columns, columns)
     names = natural_order(_class_names(table, column, problem, label_separator))
     feature = _feature(table, column)
-    values: tuple[str, ...] = ()
     if feature:
         names = tuple(feature.names)
-    elif class_names:
-        names, values = _renamed(table, column, names, class_names)
     elif problem_type is None:
         _refuse_texts(table, column, names)
     if len(names) < 2:
@@ -262,7 +219,7 @@ def find_labels(
             f"{table.name}: column {column!r} holds {listing(names) or 'no class'} only: at least "
             "two classes are needed (--label_column)"
         )
-    return Labels(problem, names, columns, label_separator, values)
+    return Labels(problem, names, columns, label_separator)
 
 
 def _refuse_texts(table: Table, column: str, names: Sequence[str]) -> None:
@@ -287,20 +244,6 @@ def _class_names(
             "are several columns (--label_column a,b)"
         )
     return names
-
-
-def _renamed(
-    table: Table, column: str, cells: tuple[str, ...], class_names: dict[str, str]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(class names, cell values). Raises UserError for a class without a name."""
-    unnamed = [cell for cell in cells if cell not in class_names]
-    if unnamed:
-        raise UserError(
-            f"{table.name}: column {column!r} holds {listing(unnamed)}, and --label_names_file "
-            "names "
-            f"{listing(class_names)}: name all of them there, or leave it out"
-        )
-    return tuple(class_names.values()), tuple(class_names)
 
 
 def natural_order(names: Iterable[str]) -> tuple[str, ...]:
@@ -352,6 +295,17 @@ def _cells(table: Table, columns: Sequence[str]) -> Iterator[tuple[np.ndarray, l
             yield numbers, values[0]
 
 
+def _match(table: Table, columns: Sequence[str], condition: Callable[[Any], bool]) -> np.ndarray:
+    """(rows,) bool: whether all cells of a row satisfy the condition."""
+    flags = []
+    for _, rows in _cells(table, columns):
+        if len(columns) > 1:
+            flags += [all(map(condition, cells)) for cells in rows]
+        else:
+            flags += map(condition, rows)
+    return np.array(flags, bool)
+
+
 def _distinct(table: Table, column: str) -> list[Any]:
     """The distinct cells of a column that are not missing; of the first rows, if they are more than
     _MAX_DISTINCT."""
@@ -397,6 +351,10 @@ def to_float(value: Any) -> float | None:
 
 def _is_missing(cell: Any) -> bool:
     return cell is None or cell != cell
+
+
+def _is_blank(cell: Any) -> bool:
+    return _is_missing(cell) or not str(cell).strip()
 
 
 def _name(cell: Any) -> str:

@@ -7,8 +7,8 @@ import glob
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,29 +17,20 @@ from natsort import natsorted
 from toolkit import demo
 from toolkit.config import TextSettings
 from toolkit.data import text_files
-from toolkit.data.table import FileStart, Table
+from toolkit.data.table import Rows, Table
 from toolkit.errors import UserError, did_you_mean, first_line, listing
 from toolkit.pretrained import check_reachable
 from toolkit.utils.cache import cached_folder, digest_of_file, digest_of_files, digest_of_text
 from toolkit.utils.files import cache_folder
 
-if TYPE_CHECKING:  # a process whose tokens are cached does not import them
-    import datasets
+if TYPE_CHECKING:  # a process whose tokens are cached does not import it
     import pyarrow
 
 FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt")
-IN_MEMORY_BYTES = 16 << 20
-_LAYOUT = 5  # increase when the files in a cached folder of rows change
+_LAYOUT = 6  # increase when the files in a cached folder of rows change
+_BATCH_BLOCKS = 4
+"""Blocks of rows that are one batch in the cache."""
 _FILE_SETTINGS = ("encoding", "delimiter", "quoting", "sample_by", "column_names")
-_UNUSED = {
-    ".parquet": _FILE_SETTINGS,
-    ".json": ("delimiter", "quoting", "sample_by", "column_names"),
-    ".jsonl": ("delimiter", "quoting", "sample_by", "column_names"),
-    ".txt": ("quoting", "column_names"),
-    ".csv": ("sample_by",),
-    ".tsv": ("sample_by",),
-}
-"""The settings that have no effect on files of a format."""
 _SPLIT_NAMES = {
     "train": ("train",),
     "validation": ("validation", "valid", "dev"),
@@ -77,16 +68,11 @@ def _splits_of_dataset(name: str, settings: TextSettings) -> dict[str, Table]:
     unused = list(_FILE_SETTINGS)
     if "validation" in tables:
         unused.append("validation_split")
-    _refuse_unused(f"--dataset_name {name}", unused, settings)
-    return tables
-
-
-def _refuse_unused(name: str, unused: Iterable[str], settings: TextSettings) -> None:
-    usual = TextSettings()
     for setting in unused:
         value = getattr(settings, setting)
-        if value != getattr(usual, setting):
-            raise UserError(f"--{setting} {value} has no effect on {name}: leave it out")
+        if value != getattr(TextSettings(), setting):
+            raise UserError(f"--{setting} {value} has no effect on --dataset_name: leave it out")
+    return tables
 
 
 # --- files
@@ -101,16 +87,10 @@ def read_file(name: str, settings: TextSettings) -> Table:
         paths = [Path(file) for file in matches if Path(file).is_file()]
         if not paths:
             raise UserError(f"{name}: no file has such a name (looked in {Path.cwd()})")
-    contents = []
-    for path in paths:
-        kind = format_of(path)
-        contents.append(f"{_digest_of(path)}{kind}")
-        if kind == ".txt" and settings.delimiter:
-            kind = ".csv"
-        _refuse_unused(str(path), _UNUSED[kind], settings)
+    contents = [f"{_digest_of(path)}{format_of(path)}" for path in paths]
     values = [str(getattr(settings, setting)) for setting in _FILE_SETTINGS]
-    digest = digest_of_text(" ".join([*contents, *values]))
-    return Table(partial(_load, paths, settings, name, digest), name, digest)
+    digest = digest_of_text(" ".join([f"{_LAYOUT}", *contents, *values]))
+    return Table(cache(partial(_load, paths, settings, name, digest)), name, digest)
 
 
 def format_of(path: Path) -> str:
@@ -144,40 +124,20 @@ def _digest_of(path: Path) -> str:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _load(
-    paths: list[Path], settings: TextSettings, name: str, digest: str
-) -> tuple[datasets.Dataset, list[FileStart]]:
-    """The rows, in memory for small files, else parsed once per machine into the cache; and where
-    each file's begin."""
+def _load(paths: list[Path], settings: TextSettings, name: str, digest: str) -> Rows:
+    """The rows, parsed once per machine into the cache."""
     import datasets
-    import pyarrow
 
-    size = sum(path.stat().st_size for path in paths)
-    if any(path.suffix in (".gz", ".bz2", ".parquet") for path in paths):
-        size *= 10
-    if size <= IN_MEMORY_BYTES:
-        sink = pyarrow.BufferOutputStream()
-        starts = _write(paths, settings, sink)
-        rows = pyarrow.ipc.open_stream(sink.getvalue()).read_all()
-        return datasets.Dataset(rows), _file_starts(starts, paths)
-    with cached_folder("rows", digest_of_text(f"{_LAYOUT} {digest}"), None, name) as (
-        folder,
-        draft,
-    ):
+    with cached_folder("rows", digest, None, name) as (folder, draft):
         if draft:
-            with pyarrow.OSFile(str(draft / "rows.arrow"), "wb") as file:
-                starts = _write(paths, settings, file)
+            starts = _write(paths, settings, draft / "rows.arrow")
             (draft / "starts.json").write_text(json.dumps(starts), encoding="utf-8")
     starts = json.loads((folder / "starts.json").read_text(encoding="utf-8"))
     rows = datasets.Dataset.from_file(str(folder / "rows.arrow"))
-    return rows, _file_starts(starts, paths)
+    return Rows(rows, list(zip(starts, map(str, paths), strict=True)))
 
 
-def _file_starts(starts: list[int], paths: list[Path]) -> list[FileStart]:
-    return [(start, str(path)) for start, path in zip(starts, paths, strict=True)]
-
-
-def _write(paths: list[Path], settings: TextSettings, sink: Any) -> list[int]:
+def _write(paths: list[Path], settings: TextSettings, target: Path) -> list[int]:
     """Writes all rows as one Arrow stream, and returns the first row of each file. Raises UserError
     for invalid files."""
     import pyarrow
@@ -187,22 +147,27 @@ def _write(paths: list[Path], settings: TextSettings, sink: Any) -> list[int]:
         schema = _unify(path, schema, _schema(path, settings))
     starts = []
     rows = 0
-    with pyarrow.ipc.new_stream(sink, schema) as writer:
+    with (
+        pyarrow.OSFile(str(target), "wb") as file,
+        pyarrow.ipc.new_stream(file, schema) as writer,
+    ):
         for path in paths:
             starts.append(rows)
-            for batch in _batches(path, settings):
-                writer.write(text_files.cast_batch(batch, schema))
-                rows += batch.num_rows
-            if rows == starts[-1]:
-                raise UserError(f"{path} has no rows")
+            for blocks in text_files.in_blocks(_blocks(path, settings), _BATCH_BLOCKS):
+                tables = [pyarrow.Table.from_batches([block]) for block in blocks]
+                # the empty one: columns that these rows lack, in the order of the schema
+                tables.insert(0, schema.empty_table())
+                table = pyarrow.concat_tables(tables, promote_options="permissive")
+                writer.write_table(table.combine_chunks())
+                rows += len(table)
     return starts
 
 
 def _schema(path: Path, settings: TextSettings) -> pyarrow.Schema:
     """The columns of a file and their types, which in JSON may widen from row to row."""
     schema: Any = None
-    for batch in _batches(path, settings):
-        schema = _unify(path, schema, batch.schema)
+    for block in _blocks(path, settings):
+        schema = _unify(path, schema, block.schema)
         if not format_of(path).startswith(".json"):
             break
     if schema is None:
@@ -228,7 +193,7 @@ def _unify(path: Path, before: Any, schema: pyarrow.Schema) -> pyarrow.Schema:
         raise UserError(f"{path}: {why}: make them all numbers, or all strings") from error
 
 
-def _batches(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
+def _blocks(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
     import pyarrow
 
     kind = format_of(path)
@@ -335,39 +300,6 @@ def _array(values: list[Any], where: str, first_row: int, name: str) -> pyarrow.
     raise UserError(f"{where} {first_row + place}: {fault}: {remedy}")
 
 
-def read_class_names(name: str) -> dict[str, str]:
-    """A file of class names -> {value in the label column: class name}, in the order of the
-    numbers.
-
-    JSON, `["joy", "anger"]` or `{"0": "joy", "1": "anger"}`, or JSONL, a number and a name per
-    line, `{"label": "100", "label_desc": "news_story"}`. Raises UserError for anything else."""
-    path = Path(name)
-    if not format_of(path).startswith(".json"):
-        raise UserError(f"--label_names_file {name}: write the names as .json or .jsonl")
-    try:
-        entries = list(parse_json(path))
-    except UnicodeError as error:
-        raise UserError(f"--label_names_file {name} is not UTF-8: save it as UTF-8") from error
-    pairs: list[Any] = list(enumerate(entries))
-    if len(entries) == 1 and isinstance(entries[0], dict):
-        pairs = list(entries[0].items())
-    elif entries and isinstance(entries[0], dict):
-        pairs = [tuple(entry.values()) for entry in entries]
-    names: dict[str, str] = {}
-    for place, pair in enumerate(pairs, 1):
-        number, class_name = (str(part).strip() for part in (*pair, "", "")[:2])
-        is_new = number not in names and class_name not in names.values()
-        is_pair = len(pair) == 2 and re.fullmatch(r"-?\d+", number) and class_name
-        if not is_pair or not is_new:
-            raise UserError(
-                f"--label_names_file {name}, entry {place}: {str(pair)[:60]} is not a number and a "
-                'name, each given once: write ["joy", "anger"], {"0": "joy", "1": "anger"}, or a '
-                'line {"id": 0, "name": "joy"} for each'
-            )
-        names[number] = class_name
-    return dict(sorted(names.items(), key=lambda item: int(item[0])))
-
-
 # --- demos, the hub, folders
 
 
@@ -384,10 +316,10 @@ def read_demo(name: str) -> dict[str, Table]:
     source = demo.demo_entry(name)
     files = path.glob(source.files) if source.files else [path]
     digest = digest_of_files(path, files)
-    return {"train": Table(partial(_load_demo, source, path), name, digest)}
+    return {"train": Table(cache(partial(_load_demo, source, path)), name, digest)}
 
 
-def _load_demo(source: demo.Demo, path: Path) -> tuple[datasets.Dataset, list[FileStart]]:
+def _load_demo(source: demo.Demo, path: Path) -> Rows:
     import datasets
 
     rows = source.read(path)
@@ -395,7 +327,7 @@ def _load_demo(source: demo.Demo, path: Path) -> tuple[datasets.Dataset, list[Fi
     if len(rows[0]) == 2:
         names.remove("title")
     columns = map(list, zip(*rows, strict=True))
-    return datasets.Dataset.from_dict(dict(zip(names, columns, strict=True))), []
+    return Rows(datasets.Dataset.from_dict(dict(zip(names, columns, strict=True))))
 
 
 def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
@@ -426,7 +358,7 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
     tables = {}
     for split, rows in splits.items():
         digest = f"{content}-{config}-{split}" if content else rows._fingerprint
-        tables[split] = Table(rows, f"{name} ({split})", f"{digest}-{len(rows)}")
+        tables[split] = Table.of(rows, f"{name} ({split})", f"{digest}-{len(rows)}")
     return tables
 
 

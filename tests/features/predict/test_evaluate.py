@@ -27,7 +27,7 @@ REST: dict[str, Any] = {"identity": {}, "launch": {}}  # of a run's config.json
 def labels_of_file(
     labels: Labels, columns: dict[str, list[Any]], model: Any = "none", name: str | None = None
 ) -> Any:
-    table = Table(datasets.Dataset.from_dict({"text": ["good", "bad"], **columns}), "new.csv", "")
+    table = Table.of(datasets.Dataset.from_dict({"text": ["good", "bad"], **columns}), "new.csv", "")
     in_file: Any = choose_labels(str(model), table, name, labels)
     return in_file.encode(table).tolist()
 
@@ -48,14 +48,12 @@ def test_columns_are_matched_by_name() -> None:
 
 
 def test_labels_of_the_training_run(tmp_path: Path) -> None:
-    """Its column, also where it was inferred and this file has one with a more usual name; and the values that
-    --label_names_file named, whatever the file holds now."""
+    """Its column, also where it was inferred and this file has one with a more usual name."""
     (tmp_path / "model").mkdir()
-    data = {"label_columns": ["mood"], "label_values": ["0", "1"]}
-    settings = {"label_names_file": "gone.json"}
-    (tmp_path / "config.json").write_text(json.dumps({"settings": settings, "data": data, **REST}))
+    data = {"label_columns": ["mood"]}
+    (tmp_path / "config.json").write_text(json.dumps({"settings": {}, "data": data, **REST}))
     labels = Labels("single_label_classification", ("pos", "neg"), ())
-    columns: dict[str, list[Any]] = {"label": [1, 1], "mood": [0, 1]}
+    columns: dict[str, list[Any]] = {"label": ["neg", "neg"], "mood": ["pos", "neg"]}
     assert labels_of_file(labels, columns, tmp_path / "model") == [0, 1]
     assert labels_of_file(labels, columns, tmp_path / "model", "label") == [1, 1]
 

@@ -63,7 +63,7 @@ def predicted(
     def run(
         name: str, *more: str, window: int = 16, source: Path = source, model: Path = model
     ) -> Path:
-        monkeypatch.setattr(table, "BATCH_ROWS", 8)
+        monkeypatch.setattr(text_files, "BLOCK_ROWS", 2)  # of which four are a batch
         monkeypatch.setattr(predict_file, "WINDOW_ROWS", window)
         words = [
             "predict",

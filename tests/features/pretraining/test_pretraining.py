@@ -27,7 +27,8 @@ from tests.runs import lines_of, losses_of, recipe, start
 from tests.test_long import converted
 from toolkit.config import build
 from toolkit.data.batches import GlobalBatches
-from toolkit.data.tokens import load_split, load_tokenizer
+from toolkit.data.tokenizer import load_tokenizer
+from toolkit.data.tokens import load_split
 from toolkit.features.pretraining import model as masked_model
 from toolkit.features.pretraining.data import MaskedSplit, MaskingCollator, Masks
 from toolkit.features.pretraining.model import (

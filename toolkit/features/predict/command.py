@@ -264,7 +264,7 @@ class Prediction:
     def _tokenize(self, start: int, rows: Any) -> Window:
         import datasets
 
-        table = replace(self.table, source=datasets.Dataset(rows, fingerprint="rows"))
+        table = Table.of(datasets.Dataset(rows, fingerprint="rows"), self.table.name)
         columns = [self.saved.read_texts(table, column) for column in self.columns]
         distinct: dict[tuple[str, ...], int] = {}
         texts = list(zip(*columns, strict=True))
