@@ -142,7 +142,6 @@ DEEP = '{"text": ' + "[" * 10**5 + "]" * 10**5 + "}"
         ("a.jsonl", '{"text": "a"}\n{"text": "b\\ud83d"}\n', "row 2: field 'text' is 'b"),
         ("a.jsonl", '{"label": [1]}\n{"label": ["b", 1]}\n', "row 2: field 'label' is"),
         ("a.jsonl", '{"label": 1}\n' * 9 + '{"label": "b"}\n', "row 10: field 'label' is 'b'|another type"),
-        ("a.json", '{"text": {"0": "a", "1": "b"}, "label": {"0": "x", "1": "y"}}', "written by columns"),
     ],
 )  # fmt: skip
 def test_invalid_files_are_named(

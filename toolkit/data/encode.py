@@ -145,13 +145,12 @@ def encode_texts(
     parts = [slice(start, start + _BLOCK_TEXTS) for start in range(0, len(texts), _BLOCK_TEXTS)]
     pending = ((texts[part], None if pairs is None else pairs[part]) for part in parts)
     blocks = list(encode_blocks(tokenizer, pending, max_length, len(texts)))
-    lengths = [np.zeros(1, np.int64), *(block.lengths for block in blocks)]
+    ids, lengths, types, _ = zip(*blocks, strict=True)
     arrays = {
-        "input_ids": np.concatenate([block.ids for block in blocks]),
-        "offsets": np.cumsum(np.concatenate(lengths)),
+        "input_ids": np.concatenate(ids),
+        "offsets": np.append(0, np.concatenate(lengths).cumsum()),
     }
-    types = [block.types for block in blocks if block.types is not None]
-    if types:
+    if types[0] is not None:
         arrays["token_types"] = np.concatenate(types)
     return arrays
 

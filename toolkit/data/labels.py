@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -122,7 +122,7 @@ class Labels(Targets):
         if self.problem_type == SINGLE:
             return self._id(cell)
         if _is_missing(cell):
-            raise ValueError(_NO_LABEL)
+            raise ValueError("no labels: write [] where there are none")
         flags = [0.0] * self.size
         for name in _names(cell, self.separator):
             place = self._id(name)
@@ -156,10 +156,14 @@ class Labels(Targets):
         """An empty cell of several labels is none of them, unless all cells are empty."""
         if not set(table.rows.column_names).issuperset(self.columns):
             return np.ones(len(table), bool)
-        blank = _match(table, self.columns, _is_blank)
-        has_lists = self.problem_type == MULTI and len(self.columns) == 1
-        if has_lists and not blank.all():
-            return _match(table, self.columns, _is_missing)
+        flags = []
+        for _, rows in _cells(table, self.columns):
+            for row in rows:
+                cells = row if len(self.columns) > 1 else [row]
+                flags.append(all(map(_is_blank, cells)))
+        blank = np.array(flags, bool)
+        if self.problem_type == MULTI and len(self.columns) == 1 and not blank.all():
+            return np.zeros_like(blank)
         return blank
 
     def strata(self, encoded: np.ndarray) -> np.ndarray | None:
@@ -295,17 +299,6 @@ def _cells(table: Table, columns: Sequence[str]) -> Iterator[tuple[np.ndarray, l
             yield numbers, values[0]
 
 
-def _match(table: Table, columns: Sequence[str], condition: Callable[[Any], bool]) -> np.ndarray:
-    """(rows,) bool: whether all cells of a row satisfy the condition."""
-    flags = []
-    for _, rows in _cells(table, columns):
-        if len(columns) > 1:
-            flags += [all(map(condition, cells)) for cells in rows]
-        else:
-            flags += map(condition, rows)
-    return np.array(flags, bool)
-
-
 def _distinct(table: Table, column: str) -> list[Any]:
     """The distinct cells of a column that are not missing; of the first rows, if they are more than
     _MAX_DISTINCT."""
@@ -367,7 +360,7 @@ def _name(cell: Any) -> str:
 
 def _number(cell: Any) -> float:
     """Raises ValueError."""
-    if not _name(cell):
+    if _is_blank(cell):
         raise ValueError(_NO_LABEL)
     number = to_float(cell)
     if number is None or not abs(number) <= float(np.finfo(np.float32).max):

@@ -13,7 +13,7 @@ import torch
 
 from toolkit import launch
 from toolkit.config import flat
-from toolkit.data import balance
+from toolkit.data.balance import weigh_classes
 from toolkit.data.encode import Counts, encode_blocks, save_texts, save_tokens
 from toolkit.data.labels import Labels
 from toolkit.data.read import read_tables
@@ -122,8 +122,11 @@ def prepare_data(
         if draft:
             _write(draft, settings, tokenizer, tables, facts["max_length"])
     data = _load(settings, folder, model_config, tables)
-    device = torch.device("cpu") if accelerator is None else accelerator.device
-    return _weighed(settings, data, device)
+    objective = getattr(settings, "objective", None)  # a user's recipe may lack this section
+    if objective is not None and isinstance(data.targets, Labels):
+        device = torch.device("cpu") if accelerator is None else accelerator.device
+        data = weigh_classes(data, objective, device)
+    return data
 
 
 def _facts(
@@ -224,17 +227,3 @@ def finish_data(settings: Any, data: Data, tokenizer: Any, accelerator: Accelera
     for feature in features():
         data = feature.data(settings, data, tokenizer, accelerator)
     return data
-
-
-def _weighed(settings: Any, data: Data, device: torch.device) -> Data:
-    """With the weights and the sampling of classes that the settings ask for."""
-    objective = getattr(settings, "objective", None)  # a user's recipe may lack this section
-    if objective is None or not isinstance(data.targets, Labels):
-        return data
-    balanced = balance.weigh_classes(data.splits, data.targets, objective)
-    pos_weight = None
-    if balanced.pos_weight is not None:
-        pos_weight = torch.from_numpy(balanced.pos_weight).to(device)
-    splits: dict[str, Any] = balanced.splits
-    notes = (*data.notes, *balanced.notes)
-    return replace(data, **splits, pos_weight=pos_weight, notes=notes, advice=balanced.advice)

@@ -60,9 +60,9 @@ def _splits_of_dataset(name: str, settings: TextSettings) -> dict[str, Table]:
     splits = read_dataset(name, settings.dataset_config_name)
     tables: dict[str, Table] = {}
     for split, aliases in _SPLIT_NAMES.items():
-        present = [splits[alias] for alias in aliases if alias in splits]
-        if present:
-            tables[split] = present[0]
+        for alias in aliases:
+            if alias in splits:
+                tables.setdefault(split, splits[alias])
     if "train" not in tables:
         raise UserError(f"--dataset_name {name} has no train split: it has {listing(splits)}")
     unused = list(_FILE_SETTINGS)
@@ -116,8 +116,6 @@ def _digest_of(path: Path) -> str:
         raise UserError(f"{path} does not exist{hint} (looked in {Path.cwd()})")
     if not path.is_file():
         raise UserError(f"{path} is a folder or a pipe, not a file")
-    if path.stat().st_size == 0:
-        raise UserError(f"{path} is empty")
     try:
         return digest_of_file(path)
     except OSError as error:
@@ -171,7 +169,7 @@ def _schema(path: Path, settings: TextSettings) -> pyarrow.Schema:
         if not format_of(path).startswith(".json"):
             break
     if schema is None:
-        raise UserError(f"{path} has no rows")
+        raise UserError(f"{path} is empty, or has no rows")
     return schema
 
 
@@ -260,13 +258,9 @@ def parse_json(path: Path, encoding: str = "utf-8") -> Iterator[Any]:
         raise UserError(f"{path}: not JSON ({error})") from error
     if isinstance(loaded, dict):
         values = list(loaded.values())
+        loaded = [loaded]
         if len(values) == 1 and isinstance(values[0], list):
             loaded = values[0]
-        elif values and all(isinstance(value, dict | list) for value in values):
-            remedy = "write it by rows (pandas: to_json(orient='records'))"
-            raise UserError(f"{path} is written by columns: {remedy}")
-        else:
-            loaded = [loaded]
     yield from loaded
 
 

@@ -22,7 +22,7 @@ from tests.report.made import classifier
 from tests.runs import WAYS, lines_of, recipe
 from toolkit.cli import build_parser
 from toolkit.config import TextSettings
-from toolkit.data import read, table, write
+from toolkit.data import read, text_files, write
 from toolkit.data.labels import Labels
 from toolkit.features.predict import command as predict_file
 from toolkit.features.predict.parts import Parts
