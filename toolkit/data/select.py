@@ -66,12 +66,15 @@ def select_samples(settings: Any, tokenizer: Any, tables: Mapping[str, Table]) -
         if split == "test" and missing.all():
             notes.append(f"test has no {what}s: it is left out (`toolkit predict` labels it)")
             continue
+        for column in predicted:
+            table.require(column)
         places = _filled(table, missing, where, f"{what}_column", data.drop_empty_text)
         table = table.select(places)
         splits[split] = Samples(table, targets.encode(table), hashes[places])
         dropped = len(tables[split]) - len(table)
         if dropped:
-            notes.append(f"{split}: {dropped} rows with an empty text or {what} are left out")
+            names = " or ".join([*columns, *predicted])
+            notes.append(f"{split}: {dropped} rows with an empty {names} are left out")
 
     if "validation" not in splits:
         samples = splits["train"]
@@ -143,9 +146,7 @@ def _filled(
     """The places of the rows that are not blank. Raises UserError if all are, or, unless they may
     be dropped, some."""
     if blank.all():
-        raise UserError(
-            f"{table.name}: every {what} is empty or missing: name another with --{setting}"
-        )
+        raise UserError(f"{table.name}: every {what} is empty: name another with --{setting}")
     if blank.any() and not drop_empty:
         hint = ""
         if table.name.endswith(".txt"):

@@ -103,7 +103,7 @@ class Table:
     def cells(self, columns: Sequence[str]) -> Iterator[tuple[np.ndarray, list[list[Any]]]]:
         """Batches of (row numbers, the cells of each column). Raises UserError."""
         for name in columns:
-            self._require(name)
+            self.require(name)
         end = 0
         for batch in self.batches(list(dict.fromkeys(columns))):
             start = end
@@ -116,7 +116,8 @@ class Table:
             if len(numbers):
                 yield numbers, [batch.column(name).to_pylist() for name in columns]
 
-    def _require(self, name: str, setting: str = "") -> None:
+    def require(self, name: str, setting: str = "") -> None:
+        """Raises UserError when the table lacks a column."""
         columns = self.rows.column_names
         if name not in columns:
             hint = did_you_mean(name, columns)
@@ -147,7 +148,7 @@ class Table:
             return tuple(lowered[name] for name in usual if name in lowered)[:1]
         names = self.columns_of(value)
         for name in names:
-            self._require(name, setting)
+            self.require(name, setting)
         return tuple(names)
 
     def text_column(self, name: str | None, excluded: Iterable[str | None] = ()) -> str:
