@@ -200,52 +200,63 @@ def find_labels(
         excluded = table.columns_of(text_column)
         others = [name for name in table.rows.column_names if name not in excluded]
         raise table.ambiguous_column("label", "label_column", others)
-    if len(columns) > 1:
-        problem = problem_type or _guess_columns(table, columns)
-        if problem == SINGLE:
-            raise UserError(
-                f"{table.name}: several label columns mean several labels or numbers: leave out "
-                "--problem_type single_label_classification"
-            )
-        return Labels(problem, columns, columns)
-    column = columns[0]
-    problem = problem_type or _guess(table, column, label_separator)
+    try:
+        if len(columns) > 1:
+            return _labels_of_columns(table, columns, problem_type)
+        return _labels_of_column(table, columns[0], problem_type, label_separator)
+    except ValueError as error:
+        where = listing(map(repr, columns))
+        raise UserError(f"{table.name}: column {where} {error}") from error
+
+
+def _labels_of_columns(
+    table: Table, columns: tuple[str, ...], problem_type: ProblemType | None
+) -> Labels:
+    """Several labels if the columns hold 0 and 1, or anything but numbers; else numbers. Raises
+    ValueError."""
+    if problem_type == SINGLE:
+        raise ValueError(f"have several labels or numbers: leave out --problem_type {SINGLE}")
+    problem = MULTI
+    for column in columns:
+        numbers = {to_float(cell) for cell in _distinct(table, column)}
+        if not numbers <= {0.0, 1.0, None}:
+            problem = REGRESSION
+    return Labels(problem_type or problem, columns, columns)
+
+
+def _labels_of_column(
+    table: Table, column: str, problem_type: ProblemType | None, separator: str | None
+) -> Labels:
+    """Raises ValueError for cells that are no labels."""
+    cells = _distinct(table, column)
+    problem = problem_type or _guess(cells, separator)
     if problem == REGRESSION:
-        return Labels(problem, columns, columns)
-    names = natural_order(_class_names(table, column, problem, label_separator))
+        return Labels(problem, (column,), (column,))
     feature = _feature(table, column)
     if feature:
         names = tuple(feature.names)
-    elif problem_type is None:
-        _refuse_texts(table, column, names)
+    else:
+        names = natural_order(_class_names(cells, problem, separator))
+        if problem_type is None and len(names) > max(_FEW_CLASSES, len(table) / 2):
+            raise ValueError(
+                f"holds {len(names)} different values in {len(table)} rows: is it the label? Name "
+                "another with --label_column, or pass --problem_type"
+            )
     if len(names) < 2:
-        raise UserError(
-            f"{table.name}: column {column!r} holds {listing(names) or 'no class'} only: at least "
-            "two classes are needed (--label_column)"
-        )
-    return Labels(problem, names, columns, label_separator)
+        found = listing(names) or "no class"
+        raise ValueError(f"holds {found} only: at least two classes are needed (--label_column)")
+    return Labels(problem, names, (column,), separator)
 
 
-def _refuse_texts(table: Table, column: str, names: Sequence[str]) -> None:
-    """Raises UserError for nearly as many values as rows: names or texts, not classes."""
-    if len(names) > max(_FEW_CLASSES, len(table) / 2):
-        raise UserError(
-            f"{table.name}: column {column!r} holds {len(names)} different values in {len(table)} "
-            "rows: is it the label? Name another with --label_column, or pass --problem_type"
-        )
-
-
-def _class_names(
-    table: Table, column: str, problem: ProblemType, separator: str | None
-) -> set[str]:
+def _class_names(cells: list[Any], problem: ProblemType, separator: str | None) -> set[str]:
     names: set[str] = set()
-    for cell in _distinct(table, column):
+    for cell in cells:
         parts = [cell] if problem == SINGLE else _names(cell, separator)
         names.update(filter(None, map(_name, parts)))
     if problem == MULTI and any(re.fullmatch(r"-?\d+\.\d+", name) for name in names):
-        raise UserError(
-            f"{table.name}: column {column!r} holds lists of numbers: several numbers to predict "
-            "are several columns (--label_column a,b)"
+        raise ValueError(
+            "holds lists of numbers: several numbers to predict are several columns "
+            "(--label_column a,b)"
         )
     return names
 
@@ -259,28 +270,17 @@ def natural_order(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(natsorted(ordered))
 
 
-def _guess(table: Table, column: str, separator: str | None) -> ProblemType:
-    """The problem type that fits the cells of a column. Raises UserError for objects."""
-    cells = [cell for cell in _distinct(table, column) if cell != ""]
+def _guess(distinct: list[Any], separator: str | None) -> ProblemType:
+    """The problem type that fits the cells of a column. Raises ValueError for objects."""
+    cells = [cell for cell in distinct if cell != ""]
     if any(isinstance(cell, dict) for cell in cells):
-        raise UserError(
-            f"{table.name}: column {column!r} holds objects: make a column of the label"
-        )
+        raise ValueError("holds objects: make a column of the label")
     if separator or (cells and all(_is_list(cell) for cell in cells)):
         return MULTI
     numbers = [number for cell in cells if (number := to_float(cell)) is not None]
     fractions = any(number % 1 for number in numbers if math.isfinite(number))
     # where most are numbers, `encode` names the row of one that is not
     return REGRESSION if fractions and 2 * len(numbers) > len(cells) else SINGLE
-
-
-def _guess_columns(table: Table, columns: tuple[str, ...]) -> ProblemType:
-    """Several columns: labels if they hold 0 and 1, or anything but numbers; else numbers."""
-    for column in columns:
-        numbers = [to_float(cell) for cell in _distinct(table, column)]
-        if not {*numbers} <= {0.0, 1.0, None}:
-            return REGRESSION
-    return MULTI
 
 
 # --- cells

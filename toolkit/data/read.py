@@ -169,7 +169,7 @@ def _schema(path: Path, settings: TextSettings) -> pyarrow.Schema:
         if not format_of(path).startswith(".json"):
             break
     if schema is None:
-        raise UserError(f"{path} is empty, or has no rows")
+        raise UserError(f"{path} has no rows")
     return schema
 
 
