@@ -351,7 +351,7 @@ def test_tokens_of_a_renamed_file_are_used_and_a_text_file_has_no_labels(
         alone,
         tokenizer,
         MODEL,
-        match=r"a\.txt: texts alone, without labels.* --delimiter",
+        match=r"a\.txt: which column is the label.* --delimiter",
     )
 
 

@@ -112,7 +112,7 @@ def prepare_data(
     targets_class = targets_of(settings)
     targets_class.check(settings, tokenizer)
     refuse_foreign_tokenizer(tokenizer, model_config)
-    tables = read_tables(settings.data, targets_class.column_setting is not None)
+    tables = read_tables(settings.data)
     facts = _facts(settings, tokenizer, model_config, tables)
     if accelerator is not None:  # before an hour of work on different data
         launch.require_equal(accelerator, "the data", facts)

@@ -38,22 +38,13 @@ _SPLIT_NAMES = {
 }
 
 
-def read_tables(settings: TextSettings, labelled: bool = True) -> dict[str, Table]:
-    """The splits that the settings name: `train`, and `validation` and `test` if given. `labelled`:
-    whether a label column is needed. Raises UserError."""
-    name = settings.dataset_name
-    if name:
-        return _splits_of_dataset(name, settings)
+def read_tables(settings: TextSettings) -> dict[str, Table]:
+    """The splits that the settings name: `train`, and `validation` and `test` if given. Raises
+    UserError."""
+    if settings.dataset_name:
+        return _splits_of_dataset(settings.dataset_name, settings)
     files = {split: getattr(settings, f"{split}_file") for split in _SPLIT_NAMES}
-    files = {split: file for split, file in files.items() if file}
-    for file in files.values():
-        if labelled and Path(file).suffix == ".txt" and not settings.delimiter:
-            raise UserError(
-                f"{file}: texts alone, without labels, are for `toolkit predict`: pass --delimiter "
-                "where its lines have several columns (and --column_names if the first line does "
-                "not name them); name it .json if it is JSON"
-            )
-    return {split: read_file(file, settings) for split, file in files.items()}
+    return {split: read_file(file, settings) for split, file in files.items() if file}
 
 
 def _splits_of_dataset(name: str, settings: TextSettings) -> dict[str, Table]:
@@ -347,8 +338,7 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
         hint = ""
         if not folder.exists():
             hint = "; without a network set HF_HUB_OFFLINE=1 and name a folder"
-        fault = " ".join(str(error).split())[:300]
-        raise UserError(f"--dataset_name {name}: {fault}{hint}") from error
+        raise UserError(f"--dataset_name {name}: {first_line(error)}{hint}") from error
     tables = {}
     for split, rows in splits.items():
         digest = f"{content}-{config}-{split}" if content else rows._fingerprint

@@ -191,7 +191,7 @@ class Table:
         self, what: str, setting: str, names: Sequence[str], hint: str = ""
     ) -> UserError:
         """The error if it is unclear which column is the text, the label, ..."""
-        remedy = "There is no other than the text"
+        remedy = "There is no other than the text (is the --delimiter right?)"
         if names:
             remedy = f"Name one of {listing(names)} with --{setting}"
         return UserError(f"{self.name}: which column is the {what}? {remedy}{hint}")

@@ -11,13 +11,12 @@ import csv
 import gzip
 import io
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config import TextSettings
-from toolkit.errors import UserError, listing
+from toolkit.errors import UserError
 
 if TYPE_CHECKING:
     import pyarrow
@@ -111,12 +110,11 @@ def in_blocks(items: Iterable[Any], size: int | None = None) -> Iterator[list[An
         yield block
 
 
-def check_columns(path: Path, names: Iterable[str]) -> None:
+def check_columns(path: Path, names: list[str]) -> None:
     """Raises UserError for duplicate names."""
-    duplicates = [name for name, count in Counter(names).items() if count > 1]
-    if duplicates:
-        columns = listing(map(repr, duplicates))
-        raise UserError(f"{path} has more than one column {columns}: rename them")
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"{path} has more than one column {name!r}: rename them")
 
 
 def read_csv(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
