@@ -77,20 +77,8 @@ def select_samples(settings: Any, tokenizer: Any, tables: Mapping[str, Table]) -
             notes.append(f"{split}: {dropped} rows with an empty {names} are left out")
 
     if "validation" not in splits:
-        samples = splits["train"]
-        held_out = _hold_out(samples, targets.strata(samples.targets), settings)
-        splits["train"] = samples.select(np.flatnonzero(~held_out))
-        splits["validation"] = samples.select(np.flatnonzero(held_out))
-        how = f"--validation_split {data.validation_split:g}, seed {data_seed(settings)}"
-        count = f"{held_out.sum()} of {len(samples)} rows"
-        notes.append(f"train: {count} are held out for validation ({how})")
-    for split, samples in splits.items():
-        setting = "max_train_samples" if split == "train" else "max_eval_samples"
-        limit = getattr(data, setting)
-        if limit is not None and limit < len(samples):
-            notes.append(f"{split}: {limit} of {len(samples)} rows are used (--{setting})")
-            order = np.random.default_rng(data_seed(settings)).permutation(len(samples))
-            splits[split] = samples.select(np.sort(order[:limit]))
+        notes.append(_hold_out(splits, targets, settings))
+    notes.extend(_limit(splits, settings))
     notes.extend(_overlaps(splits))
     return Selection(splits, targets, notes)
 
@@ -159,13 +147,16 @@ def _filled(
     return np.flatnonzero(~blank)
 
 
-def _hold_out(samples: Samples, strata: np.ndarray | None, settings: Any) -> np.ndarray:
-    """(samples,) bool: those for validation, stratified by class. Raises UserError for too few
-    rows."""
+def _hold_out(splits: dict[str, Samples], targets: Targets, settings: Any) -> str:
+    """Moves rows of `train` to `validation`, the same share of each class, and returns a
+    note. Raises UserError for too few rows."""
     from sklearn.model_selection import train_test_split
 
     share = settings.data.validation_split
+    seed = data_seed(settings)
+    samples = splits["train"]
     places = np.arange(len(samples))
+    strata = targets.strata(samples.targets)
     if strata is not None:
         repeats = np.bincount(strata)[strata] > 1  # a class of one row can only be trained on
         places = places[repeats]
@@ -179,12 +170,25 @@ def _hold_out(samples: Samples, strata: np.ndarray | None, settings: Any) -> np.
         )
     if strata is not None and min(count, len(places) - count) < len(np.unique(strata)):
         strata = None  # too few rows for some of each class
-    _, validation = train_test_split(
-        places, test_size=count, random_state=data_seed(settings), stratify=strata
-    )
+    _, validation = train_test_split(places, test_size=count, random_state=seed, stratify=strata)
     held_out = np.zeros(len(samples), bool)
     held_out[validation] = True
-    return held_out
+    splits["train"] = samples.select(np.flatnonzero(~held_out))
+    splits["validation"] = samples.select(np.flatnonzero(held_out))
+    how = f"--validation_split {share:g}, seed {seed}"
+    return f"train: {count} of {len(samples)} rows are held out for validation ({how})"
+
+
+def _limit(splits: dict[str, Samples], settings: Any) -> Iterator[str]:
+    """Replaces splits by at most `--max_train_samples` or `--max_eval_samples` of their rows, drawn
+    by the seed, in their order, and yields notes."""
+    for split, samples in splits.items():
+        setting = "max_train_samples" if split == "train" else "max_eval_samples"
+        limit = getattr(settings.data, setting)
+        if limit is not None and limit < len(samples):
+            order = np.random.default_rng(data_seed(settings)).permutation(len(samples))
+            splits[split] = samples.select(np.sort(order[:limit]))
+            yield f"{split}: {limit} of {len(samples)} rows are used (--{setting})"
 
 
 def _overlaps(splits: Mapping[str, Samples]) -> Iterator[str]:

@@ -246,7 +246,6 @@ def test_a_text_is_a_line_or_a_paragraph(tmp_path: Path) -> None:
         "",
         "fine story",
     ]
-    refusal(read_tables, settings.data, match="toolkit predict")
 
 
 @pytest.mark.parametrize("value", ["0", "1", "1.5", "a", "-0.1"])
