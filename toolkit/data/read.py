@@ -224,10 +224,10 @@ def _read_json(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBat
                 fault = f"{str(row)[:40]!r} is no object with named fields"
                 raise UserError(f"{path}, row {number}: {fault}")
         names = list(dict.fromkeys(name for row in rows for name in row))
-        columns = [[row.get(name) for row in rows] for name in names]
         arrays = []
-        for name, values in zip(names, columns, strict=True):
-            arrays.append(_array(values, f"{path}, row", first_row, name))
+        for name in names:
+            values = [row.get(name) for row in rows]
+            arrays.append(_array(values, path, first_row, name))
         yield pyarrow.record_batch(arrays, names)
         first_row += len(rows)
 
@@ -265,7 +265,7 @@ def _json_lines(path: Path, encoding: str) -> Iterator[Any]:
                     raise UserError(f"{path}, line {number}: not JSON ({error})") from error
 
 
-def _array(values: list[Any], where: str, first_row: int, name: str) -> pyarrow.Array:
+def _array(values: list[Any], path: Path, first_row: int, name: str) -> pyarrow.Array:
     """The values of a column. Raises UserError naming the first whose type is not that of those
     before it."""
     import pyarrow
@@ -282,7 +282,7 @@ def _array(values: list[Any], where: str, first_row: int, name: str) -> pyarrow.
     place = bisect.bisect_left(range(len(values)), True, key=lambda place: fails(place + 1))
     fault = f"field {name!r} is {str(values[place])[:40]!r}, unlike the rows before it, or no text"
     remedy = "make them all numbers, or all strings, or leave the field out"
-    raise UserError(f"{where} {first_row + place}: {fault}: {remedy}")
+    raise UserError(f"{path}, row {first_row + place}: {fault}: {remedy}")
 
 
 # --- demos, the hub, folders
