@@ -344,14 +344,14 @@ def test_tokens_of_a_renamed_file_are_used_and_a_text_file_has_no_labels(
     renamed = {"train_file": str(path.rename(tmp_path / "b.txt")), "delimiter": "|"}
     again = prepare_data(build(TaskSettings, given | renamed), tokenizer, MODEL)
     assert again.folder == data.folder  # the tokens of the same content
-    assert again.notes == tuple(note.replace("a.txt", "b.txt") for note in data.notes)
-    alone = build(TaskSettings, given)
+    assert again.notes == data.notes
+    alone = build(TaskSettings, given | renamed | {"delimiter": None})
     refusal(
         prepare_data,
         alone,
         tokenizer,
         MODEL,
-        match=r"a\.txt: which column is the label.* --delimiter",
+        match=r"b\.txt: which column is the label.* --delimiter",
     )
 
 
