@@ -8,14 +8,13 @@ from typing import Any
 
 from toolkit import launch
 from toolkit.cli import build_parser
-from toolkit.data import table, text_files
+from toolkit.data import text_files
 from toolkit.features.predict import command as predict_file
 from toolkit.features.predict.parts import Parts
 
 
 def main() -> None:
-    table.BATCH_ROWS = 8
-    text_files.BLOCK_ROWS = 8
+    text_files.BLOCK_ROWS = 2  # of which four are a batch
     predict_file.WINDOW_ROWS = 16
     predict_file.predict_file(build_parser().parse_args(["predict", *sys.argv[1:]]))
 

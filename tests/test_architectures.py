@@ -21,7 +21,7 @@ from tests.runs import WAYS, edit_json, lines_of, losses_of
 from toolkit.cli import build_parser
 from toolkit.config import ModelSettings
 from toolkit.data.labels import Labels
-from toolkit.data.tokens import load_tokenizer
+from toolkit.data.tokenizer import load_tokenizer
 from toolkit.features.predict.command import predict_file
 from toolkit.models.classifier import load_classifier, load_saved_classifier
 

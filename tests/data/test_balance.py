@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.faults import refusal
 from tests.splits import of_lengths
@@ -13,6 +15,7 @@ from toolkit.config import ObjectiveSettings, ProblemType
 from toolkit.data.balance import similar_names, weigh_classes
 from toolkit.data.batches import GlobalBatches, accumulation_of
 from toolkit.data.labels import Labels
+from toolkit.data.prepare import Data
 from toolkit.data.tokens import Split
 
 COUNTS = {"often": 160, "rare": 10, "never": 0, "some": 40}
@@ -28,9 +31,17 @@ def split_of(name: str = "train", labels: Any = None) -> Split:
     return replace(of_lengths(np.arange(len(every)) % 50 + 3), name=name, labels=every)
 
 
+def weighed(
+    splits: dict[str, Split], problem: ProblemType = "single_label_classification", **asked: Any
+) -> Data:
+    every: Any = {"validation": None, "test": None, **splits}
+    data = Data(Path(), "", "text", None, 8, (), labels_of(problem), **every)
+    return weigh_classes(data, ObjectiveSettings(**asked), torch.device("cpu"))
+
+
 def balanced(**asked: Any) -> dict[str, Split]:
     splits = {"train": split_of(), "validation": split_of("validation", np.array([0, 1, 1, 2]))}
-    return weigh_classes(splits, labels_of(), ObjectiveSettings(**asked)).splits
+    return weighed(splits, **asked).splits
 
 
 def test_balanced_weights_are_scikit_learns() -> None:
@@ -48,17 +59,10 @@ def test_balanced_weights_are_scikit_learns() -> None:
     assert other.weights == pytest.approx([{**expected, 2: 1.0}[label] for label in other.labels])
 
 
-EFFECTIVE = [(1 - 0.999) / (1 - 0.999**count) for count in (160, 10, 40)]  # by the paper
-
-
-@pytest.mark.parametrize(
-    ("setting", "expected"), [("effective", EFFECTIVE), ("rare=7.5, some = 0.5", [1, 7.5, 0.5])]
-)
-def test_weights_of_classes(setting: str, expected: list[float]) -> None:
-    train = balanced(class_weights=setting)["train"]
-    weights = np.array([train.weights[train.labels == place][0] for place in (0, 1, 3)])
-    assert weights / weights[0] == pytest.approx(np.array(expected) / expected[0])
-    assert (train.weights.mean() if setting == "effective" else weights[0]) == pytest.approx(1)
+def test_weights_of_classes() -> None:
+    train = balanced(class_weights="rare=7.5, some = 0.5")["train"]
+    weights = [train.weights[train.labels == place][0] for place in (0, 1, 3)]
+    assert weights == [1, 7.5, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -108,10 +112,8 @@ def test_positive_weights_are_negatives_over_positives() -> None:
         (flags(), "balanced", balanced), (every, "balanced", [1] * 4), (flags(), "rare=9", [1, 9, 1, 1]),
         (flags(), None, None),
     ):  # fmt: skip
-        objective = ObjectiveSettings(pos_weight=setting)
-        labels = labels_of("multi_label_classification")
-        weight = weigh_classes({"train": train}, labels, objective).pos_weight
-        assert weight == pytest.approx(expected)
+        data = weighed({"train": train}, "multi_label_classification", pos_weight=setting)
+        assert (None if setting is None else data.pos_weight.tolist()) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -135,13 +137,7 @@ def test_positive_weights_are_negatives_over_positives() -> None:
 def test_what_does_not_fit_the_labels_is_refused(
     problem: ProblemType, asked: dict[str, Any], said: str
 ) -> None:
-    refusal(
-        weigh_classes,
-        {"train": split_of()},
-        labels_of(problem),
-        ObjectiveSettings(**asked),
-        match=said,
-    )
+    refusal(weighed, {"train": split_of()}, problem, **asked, match=said)
 
 
 def test_names_that_differ_in_case_and_blanks_only() -> None:
@@ -154,12 +150,11 @@ def test_a_run_says_the_counts_and_unasked_that_they_are_uneven() -> None:
     def described(
         train: Split, problem: ProblemType = "single_label_classification", **asked: Any
     ) -> tuple[Any, str]:
-        settings = ObjectiveSettings(**asked)
-        balanced = weigh_classes({"train": train}, labels_of(problem), settings)
-        return balanced.notes, balanced.advice
+        data = weighed({"train": train}, problem, **asked)
+        return [*data.notes], data.advice
 
     splits = {"train": split_of(), "test": split_of("test", np.array([0, 1, 1]))}
-    *_, missing = weigh_classes(splits, labels_of(), ObjectiveSettings()).notes
+    *_, missing = weighed(splits).notes
     assert missing.startswith("test has no row of never, some:")
     lines, advice = described(split_of())
     assert lines == ["rows of each class in train: often 160, some 40, rare 10, never 0"]

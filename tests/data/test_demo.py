@@ -36,6 +36,7 @@ def tables() -> dict[str, Table]:
     [
         ("demo:rotten-tomatoes", range(8000, 8531), {"neg", "pos"}, 0.45),
         ("demo:imdb", range(24900, 24910), {"neg", "pos"}, 0.49),
+        ("demo:imdb-long", range(2880, 2890), {"neg", "pos"}, 0.45),
         (
             "demo:bbc",
             range(2080, 2093),

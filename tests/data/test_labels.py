@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -11,7 +10,6 @@ import pytest
 
 from tests.faults import refusal
 from toolkit.data.labels import MULTI, REGRESSION, SINGLE, Labels, find_labels, natural_order
-from toolkit.data.read import read_class_names
 from toolkit.data.table import Table
 
 NAMED = datasets.ClassLabel(names=["joy", "anger", "unused"])
@@ -25,11 +23,11 @@ def table_of(labels: Sequence[Any], feature: Any = None, name: str = "f.csv") ->
     if feature:
         features = datasets.Features({"text": datasets.Value("string"), "label": feature})
     columns = {"text": ["t"] * len(labels), "label": list(labels)}
-    return Table(datasets.Dataset.from_dict(columns, features=features), name, "d")
+    return Table.of(datasets.Dataset.from_dict(columns, features=features), name, "d")
 
 
 def columns_table(name: str = "f.csv", **columns: list[Any]) -> Table:
-    return Table(datasets.Dataset.from_dict({"text": ["t", "u"], **columns}), name, "d")
+    return Table.of(datasets.Dataset.from_dict({"text": ["t", "u"], **columns}), name, "d")
 
 
 def labels_of(labels: Sequence[Any], feature: Any = None, **settings: Any) -> Labels:
@@ -129,45 +127,6 @@ def test_several_columns_hold_nothing_but_0_and_1(odd: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "content"),
-    [
-        ("a.json", '["joy", "anger", "fear"]'),
-        ("a.json", '{"2": "fear", "0": "joy", "1": "anger"}'),
-        ("a.jsonl", '{"label": "0", "label_desc": "joy"}\n{"label": "2", "label_desc": "fear"}\n'
-                    '{"label": "1", "label_desc": "anger"}\n'),
-    ],
-)  # fmt: skip
-def test_names_of_classes_from_a_file(tmp_path: Path, file: str, content: str) -> None:
-    (tmp_path / file).write_text(content, encoding="utf-8")
-    names = read_class_names(str(tmp_path / file))
-    assert list(names.items()) == [("0", "joy"), ("1", "anger"), ("2", "fear")]
-    for cells, other, expected in (
-        (["1", "0"], [2, 1.0], [2, 1]),
-        ([[0, 1], [2]], [[0, 2]], [[1, 0, 1]]),
-    ):
-        labels = labels_of(cells, class_names=names)
-        assert (labels.names, encoded(labels, other)) == (("joy", "anger", "fear"), expected)
-    refusal(
-        labels_of, ["joy", "7", "1"], class_names=names, match=r"f\.csv: .*holds 7, joy.*0, 1, 2"
-    )
-
-
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [
-        ("a.json", '{"0": "joy", "1": " "}'),
-        ("a.json", '["joy", "joy"]'),
-        ("a.jsonl", '{"id": 1, "name": "joy", "more": 2}\n'),
-        ("a.csv", "id,name\n0,joy\n"),
-        ("a.json", '["差"]'),
-    ],
-)
-def test_names_of_classes_that_cannot_be_meant(tmp_path: Path, file: str, content: str) -> None:
-    (tmp_path / file).write_text(content, encoding="gb18030")
-    refusal(read_class_names, str(tmp_path / file), says=["--label_names_file", file])
-
-
-@pytest.mark.parametrize(
     ("cells", "settings", "expected"),
     [
         (["a", "a"], {}, "at least two classes"),
@@ -189,7 +148,7 @@ def test_columns_that_are_no_labels(cells: list[Any], settings: Any, expected: s
         (["a", "b"], {}, ["a", ""], "no label"),
         (["a", "None"], {}, ["a", None], "no label"),  # the class `None` is not the missing label
         ([1.0, 2.0], {}, [1.0, float("nan")], "no label"),
-        ([["a"], ["b"]], {}, [["a"], None], "no label"),
+        ([["a"], ["b"]], {}, [["a"], None], "no labels"),
         (["good", "bad"], {}, ["good", "god"], r"'god' .*did you mean good.* bad, good"),
         ([1, 2], {}, [1.0, 1.5], r"'1\.5' does not occur in training"),
         ([["a"], ["b"]], {}, [["a"], ["b", "c"]], "'c' does not occur in training"),
@@ -208,15 +167,22 @@ def test_a_label_that_cannot_be_meant_names_file_and_row(
 
 
 def test_columns_that_are_missing() -> None:
-    other = Table(datasets.Dataset.from_dict({"text": ["a"], "y": ["b"]}), "v.csv", "d")
+    other = Table.of(datasets.Dataset.from_dict({"text": ["a"], "y": ["b"]}), "v.csv", "d")
     refusal(find_labels, other, "text", match="Name one of y with --label_column")
     refusal(find_labels, other, "text", "z", match=r"no column 'z'")
     refusal(labels_of(["a", "b"]).encode, other, match=r"v\.csv has no column 'label'")
 
 
-def test_a_test_set_without_labels() -> None:
-    """Empty cells, also of several labels, where one empty cell is a row without classes; or no column."""
-    for labels in (labels_of(["a", "b"]), labels_of(["a|b", "c"], label_separator="|")):
-        assert labels.all_missing(table_of(["", " "]))
-        assert labels.all_missing(columns_table())
-        assert not labels.all_missing(table_of(["", "a"]))
+def test_rows_without_labels() -> None:
+    """An empty cell of several labels is a row without classes, unless all are empty."""
+    one = labels_of(["a", "b"])
+    several = labels_of(["a|b", "c"], label_separator="|")
+    for labels in (one, several):
+        assert labels.missing(table_of(["", " "])).all()
+        assert labels.missing(columns_table()).all()
+    assert not several.missing(table_of(["", "a"])).any()
+    assert one.missing(table_of(["", "a", None])).tolist() == [True, False, True]
+    assert labels_of([0, 1], NAMED).missing(table_of([-1, 1], NAMED)).tolist() == [True, False]
+    columns = find_labels(columns_table(a=[1, 0], b=[0, 1]), "text", "a,b")
+    rows = columns_table(a=["", "1"], b=["", "0"])
+    assert columns.missing(rows).tolist() == [True, False]

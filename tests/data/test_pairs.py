@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from tests.faults import refusal
 from tests.prepared import MODEL
 from toolkit.data.batches import Collator
+from toolkit.data.encode import truncate_split
 from toolkit.data.jieba_tokenizer import words_first
 
 ROWS = [
@@ -59,7 +60,7 @@ def test_pairs_are_tokenized_together(
     assert any("50.0 % of the texts are cut at 24 tokens" in note for note in data.notes)
     assert split.texts()[3] == "the price\ngood"
     shorter = Collator(
-        split.truncate(tokenizer, 12, "test_first_12"), tokenizer, torch.device("cpu")
+        truncate_split(split, tokenizer, 12, "test_first_12"), tokenizer, torch.device("cpu")
     )(np.array([2]))
     expected = tokenizer(QUESTIONS[2], ANSWERS[2], truncation=True, max_length=12).input_ids
     assert shorter.inputs["input_ids"].tolist() == [expected]
@@ -118,5 +119,5 @@ def test_a_model_of_one_type(
     monkeypatch.setattr(MODEL, "type_vocab_size", 1, raising=False)
     data = prepared(ROWS, text_pair="answer")
     assert data.train.token_types is None
-    assert data.validation.truncate(tokenizer, 12, "test_first_12").token_types is None
+    assert truncate_split(data.validation, tokenizer, 12, "test_first_12").token_types is None
     assert any("one token type" in note for note in data.notes)

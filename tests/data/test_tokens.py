@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 from tests.architectures import make_tokenizer
 from tests.faults import refusal
 from toolkit.config import PretrainedSettings
-from toolkit.data import tokens
+from toolkit.data import encode, tokens
+from toolkit.data import tokenizer as tokenizers
 
 TEXTS = ["good film", "", "很好 的 书店", "the " * 50, "a"]
 
@@ -32,13 +33,13 @@ def test_a_split_comes_back_as_it_was_saved(tokenizer: Any, tmp_path: Path) -> N
     )
     lines = ["a\nb", "", "很好", '"', "\u2028"]
     (folder := tmp_path / "train").mkdir()
-    blocks = tokens.encode_blocks(tokenizer, [(TEXTS[:2], None), (TEXTS[2:], None)], 20, 5)
-    counts = tokens.save_tokens(folder, blocks, unknown=1)
-    arrays = tokens.encode_texts(tokenizer, TEXTS, 20)
+    blocks = encode.encode_blocks(tokenizer, [(TEXTS[:2], None), (TEXTS[2:], None)], 20, 5)
+    counts = encode.save_tokens(folder, blocks, unknown=1)
+    arrays = encode.encode_texts(tokenizer, TEXTS, 20)
     assert (
         tokenizer.backend_tokenizer.to_str() == before
     )  # saved with the model, whether or not this made the tokens
-    assert counts == tokens.Counts(
+    assert counts == encode.Counts(
         1, int((arrays["input_ids"] == 1).sum()), len(arrays["input_ids"])
     )
     for name, array in arrays.items():  # appended, and as numpy writes it whole
@@ -46,7 +47,7 @@ def test_a_split_comes_back_as_it_was_saved(tokenizer: Any, tmp_path: Path) -> N
         assert (folder / f"{name}.npy").read_bytes() == (tmp_path / "whole.npy").read_bytes()
     np.save(folder / "labels.npy", labels)
     np.save(folder / "rows.npy", rows)
-    list(tokens.save_texts(folder / "texts.jsonl", [(lines[:2], None), (lines[2:], None)]))
+    list(encode.save_texts(folder / "texts.jsonl", [(lines[:2], None), (lines[2:], None)]))
     split = tokens.load_split(tmp_path, "train")
     assert len(split) == 5
     theirs = tokenizer(TEXTS, truncation=True, max_length=20)["input_ids"]
@@ -55,7 +56,7 @@ def test_a_split_comes_back_as_it_was_saved(tokenizer: Any, tmp_path: Path) -> N
     assert split.lengths.tolist() == [len(split.tokens(place)) for place in range(5)]
     assert (split.labels.tolist(), split.rows.tolist()) == (labels.tolist(), rows.tolist())
     assert split.texts() == lines
-    list(tokens.save_texts(folder / "texts.jsonl", [(["a\nb"], ["c\nd"])]))
+    list(encode.save_texts(folder / "texts.jsonl", [(["a\nb"], ["c\nd"])]))
     assert split.texts() == ["a b\nc\nd"]  # the first line is the pair's first text
     assert isinstance(split.input_ids, np.memmap)
 
@@ -69,9 +70,9 @@ def test_only_the_beginning_of_a_very_long_text_is_tokenized(tokenizer: Any) -> 
         "good film " * 50,
     ]
     theirs = tokenizer(texts, truncation=True, max_length=9)["input_ids"]
-    ours = tokens.encode_texts(tokenizer, texts, 9)
+    ours = encode.encode_texts(tokenizer, texts, 9)
     assert [part.tolist() for part in np.split(ours["input_ids"], ours["offsets"][1:-1])] == theirs
-    assert [len(text) for text in tokens.cut_long_texts(tokenizer, texts, 9)] == [
+    assert [len(text) for text in encode.cut_long_texts(tokenizer, texts, 9)] == [
         144,
         *map(len, texts[1:]),
     ]
@@ -84,7 +85,7 @@ def test_padding_does_not_shift_the_positions_of_a_bert(tiny_model: Path, tmp_pa
     for kind, made in (("bert", bert), ("causal", make_tokenizer("causal", TEXTS))):
         made.save_pretrained(tmp_path / kind)
         settings = PretrainedSettings(model_name_or_path=str(tmp_path / kind))
-        sides[kind] = tokens.load_tokenizer(settings).padding_side
+        sides[kind] = tokenizers.load_tokenizer(settings).padding_side
     assert sides == {"bert": "right", "causal": "left"}
 
 
@@ -93,7 +94,7 @@ def test_the_fingerprint_changes_with_the_tokens_and_not_with_use(
     tiny_model: Path, change: str
 ) -> None:
     before, after = (AutoTokenizer.from_pretrained(tiny_model) for _ in range(2))
-    fresh = tokens.fingerprint(before)
+    fresh = tokenizers.fingerprint(before)
     before(TEXTS, truncation=True, max_length=7, padding=True)
     if change == "word":
         after.add_tokens(["hello"])
@@ -105,10 +106,10 @@ def test_the_fingerprint_changes_with_the_tokens_and_not_with_use(
         after.backend_tokenizer.normalizer = NFC()
     texts = ["hello GOOD film and very bad book"]  # 14 tokens, cut at 9
     first, second = (
-        tokens.encode_texts(side, texts, 9)["input_ids"].tolist() for side in (before, after)
+        encode.encode_texts(side, texts, 9)["input_ids"].tolist() for side in (before, after)
     )
     assert first != second
-    assert fresh == tokens.fingerprint(before) != tokens.fingerprint(after)
+    assert fresh == tokenizers.fingerprint(before) != tokenizers.fingerprint(after)
 
 
 @pytest.mark.parametrize(
@@ -131,11 +132,11 @@ def test_choose_max_length(
     wanted: int | None, limit: int, model: SimpleNamespace, chosen: int
 ) -> None:
     tokenizer = SimpleNamespace(model_max_length=limit, num_special_tokens_to_add=lambda pair: 2)
-    assert tokens.choose_max_length(wanted, tokenizer, model) == chosen
+    assert tokenizers.choose_max_length(wanted, tokenizer, model) == chosen
     if wanted is None and chosen == 512:
         longest = config() if model.max_position_embeddings != 514 else model
         refusal(
-            tokens.choose_max_length,
+            tokenizers.choose_max_length,
             513,
             tokenizer,
             longest,

@@ -11,8 +11,8 @@ from transformers import PretrainedConfig
 from tests.evaluation.columns import save_columns
 from tests.faults import refusal
 from toolkit.config import TaskSettings, build
+from toolkit.data.encode import encode_texts
 from toolkit.data.table import Table
-from toolkit.data.tokens import encode_texts
 from toolkit.evaluation.answers import ClassAnswers, labels_of
 from toolkit.evaluation.saved_model import (
     SavedModel,
@@ -63,7 +63,6 @@ def test_a_model_outside_of_its_run(
         "text_column": "text",
         "text_pair": "more",
         "label_columns": ["label"],
-        "label_values": [],
     }
     assert training_quoting(str(tmp_path / "twice"), "f.csv") == "csv"
     tokenizer_of(quoting="none").save_pretrained(tmp_path / "none")
@@ -72,14 +71,14 @@ def test_a_model_outside_of_its_run(
         "csv",
     ]
     assert training_columns(str(tmp_path / "twice")) == expected
-    table = Table(datasets.Dataset.from_dict({"text": ["a"], "more": ["b"]}), "f.csv", "")
+    table = Table.of(datasets.Dataset.from_dict({"text": ["a"], "more": ["b"]}), "f.csv", "")
     assert choose_columns(str(tmp_path / "twice"), table, None, None) == ["text", "more"]
 
 
 def test_a_file_with_a_part_of_the_trained_columns(tmp_path: Path) -> None:
     save_columns(tmp_path, text_column="title,content")
     model = str(tmp_path)
-    table = Table(datasets.Dataset.from_dict({"content": ["a"]}), "f.csv", "")
+    table = Table.of(datasets.Dataset.from_dict({"content": ["a"]}), "f.csv", "")
     refusal(choose_columns, model, table, None, None, says=["no column 'title'", "--text_column"])
     assert choose_columns(model, table, "content", None) == ["content"]
 

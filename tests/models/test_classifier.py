@@ -16,7 +16,7 @@ from tests.faults import refusal
 from tests.runs import edit_json
 from toolkit.config import ModelSettings
 from toolkit.data.labels import Labels
-from toolkit.data.tokens import load_tokenizer
+from toolkit.data.tokenizer import load_tokenizer
 from toolkit.models.classifier import freeze_unused, load_classifier, set_dropout
 
 THREE = Labels("single_label_classification", ("差", "中", "好"), ("label",))

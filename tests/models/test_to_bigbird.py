@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, BertConfig
 from tests.faults import refusal
 from tests.runs import edit_json
 from toolkit.config import ModelSettings
-from toolkit.data.tokens import load_tokenizer
+from toolkit.data.tokenizer import load_tokenizer
 from toolkit.models import to_bigbird as module
 from toolkit.models.to_bigbird import SparseSizes, long_model, to_bigbird
 

@@ -16,7 +16,7 @@ from tests.report.made import DECISIONS, TITLES, add_comparison, make_run
 from tests.runs import edit_json
 from toolkit.config import PretrainedSettings, TaskSettings, build, flat
 from toolkit.data.labels import Labels
-from toolkit.data.tokens import load_tokenizer
+from toolkit.data.tokenizer import load_tokenizer
 from toolkit.evaluation import Evaluation
 from toolkit.features.titles.model import load_title_model
 from toolkit.features.titles.settings import GenerationSettings, TitleSettings

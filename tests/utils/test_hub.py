@@ -12,7 +12,7 @@ from tests.faults import refusal
 from tests.runs import free_port
 from toolkit.config import ModelSettings
 from toolkit.data.read import read_hub
-from toolkit.data.tokens import load_tokenizer
+from toolkit.data.tokenizer import load_tokenizer
 from toolkit.pretrained import check_reachable
 
 

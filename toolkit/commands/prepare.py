@@ -22,7 +22,7 @@ def run(arguments: list[str]) -> None:
         raise UserError("pass --model_name_or_path and --train_file (or --dataset_name)")
     from toolkit.config.sections import LongTrainingSettings
     from toolkit.data.prepare import prepare_data
-    from toolkit.data.tokens import load_tokenizer
+    from toolkit.data.tokenizer import load_tokenizer
     from toolkit.models.to_bigbird import long_model
     from toolkit.pretrained import load_config
 

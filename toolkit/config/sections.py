@@ -115,8 +115,7 @@ class ObjectiveSettings:
     focal_gamma: float = Field(default=2.0, ge=0)
     """The exponent of `--loss focal`; 0 is the cross entropy."""
     class_weights: str | None = None
-    """Weights of the loss by class: `balanced`, `effective` (Cui et al., 2019), or `A=2.0,B=0.5`
-    (others 1)."""
+    """Weights of the loss by class: `balanced`, or `A=2.0,B=0.5` (others 1)."""
     pos_weight: str | None = None
     """Multi-label: the weight of positive labels: `balanced`, or `A=3,B=10` (others 1)."""
     sampling: Literal["balanced", "sqrt"] | None = None
@@ -181,14 +180,10 @@ class TextSettings:
     """Column names of CSV and TSV files without a header line: `label,text`."""
     validation_split: float = Field(default=0.1, gt=0, lt=1)
     """The part of the training rows that is held out when there is no validation file."""
-    preprocessing_num_workers: int | None = Field(default=None, ge=1)
-    """Threads of a fast tokenizer; default: all cores."""
     drop_empty_text: bool = False
     """Leave out rows whose text, title or label is empty or blank; otherwise they are an error."""
     max_length: int | None = Field(default=None, ge=2)
     """Tokens; longer texts are truncated. Default: the model's limit."""
-    min_length: int | None = Field(default=None, ge=1)
-    """Tokens; shorter texts are left out of training and evaluation."""
     max_train_samples: int | None = Field(default=None, ge=1)
     """For a quick test: the number of training rows, drawn by `data_seed`."""
     max_eval_samples: int | None = Field(default=None, ge=1)
@@ -219,9 +214,6 @@ class DataSettings(TextSettings):
     the name."""
     label_separator: str | None = None
     """Between the names in one cell of several labels, `|`; default: cells are JSON lists."""
-    label_names_file: str | None = None
-    """JSON or JSONL: the names of classes that are numbers in the data, `["joy", "anger"]` or
-    `{"0": "joy", ...}`."""
     text_pair: str | None = None
     """The column of a second text, for pairs: `[CLS] text [SEP] pair [SEP]`."""
 

@@ -4,70 +4,58 @@ sampled."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from toolkit.config import ObjectiveSettings
 from toolkit.data.labels import MULTI, REGRESSION, Labels
 from toolkit.data.tokens import Split
 from toolkit.errors import Faults, did_you_mean, listing
 
-_BETA = 0.999
-"""Of Cui et al. 2019, "Class-Balanced Loss Based on Effective Number of Samples", for large
-sets."""
+if TYPE_CHECKING:
+    from toolkit.data.prepare import Data
+
 _IMBALANCE = 3.0
 _RARE_SHARE = 0.1
 _MAX_LISTED = 8
 
 
-@dataclass
-class Balanced:
-    """Splits with the weights and the sampling that the settings ask for."""
-
-    splits: dict[str, Split]
-    """With `weights`, for --class_weights; train with `sampling_probabilities`, for --sampling."""
-    pos_weight: np.ndarray | None = None
-    """(classes,) float32, for --pos_weight: the weights of positive labels."""
-    notes: list[str] = field(default_factory=list)
-    """Lines about the classes and their weights."""
-    advice: str = ""
-    """A line if classes are imbalanced and no setting compensates for it."""
-
-
-def weigh_classes(
-    splits: Mapping[str, Split], labels: Labels, objective: ObjectiveSettings
-) -> Balanced:
-    """Raises UserError naming every setting that does not apply to this kind of labels."""
+def weigh_classes(data: Data, objective: ObjectiveSettings, device: torch.device) -> Data:
+    """The data with the weights and the sampling of classes that the settings ask for, and notes on
+    them. Raises UserError naming every setting that does not apply to this kind of labels."""
+    labels = data.labels
     _check_objective(labels, objective)
-    balanced = Balanced(dict(splits))
     if labels.problem_type == REGRESSION:
-        return balanced
-    counts = _class_counts(labels, splits["train"])
-    balanced.notes.extend(_notes_on_classes(splits, labels, counts))
+        return data
+    counts = _class_counts(labels, data.train)
+    notes = [*data.notes, *_notes_on_classes(data.splits, labels, counts)]
+    splits: dict[str, Any] = data.splits
+    pos_weight = None
+    advice = ""
     if objective.class_weights:
         weights = _class_weights(objective.class_weights, counts, labels.names)
-        per_class = weights.astype(np.float32)
-        for name, split in splits.items():
-            balanced.splits[name] = replace(split, weights=per_class[split.labels])
+        for name, split in data.splits.items():
+            splits[name] = replace(split, weights=weights.astype(np.float32)[split.labels])
         line = _listed(labels, counts, weights, "{:.3g}")
-        balanced.notes.append(f"class weights of the loss (--class_weights): {line}")
-    train = balanced.splits["train"]
+        notes.append(f"class weights of the loss (--class_weights): {line}")
     if objective.pos_weight:
-        weights = _positive_weights(objective.pos_weight, counts, len(train), labels.names)
-        balanced.pos_weight = weights.astype(np.float32)
+        weights = _positive_weights(objective.pos_weight, counts, len(data.train), labels.names)
+        pos_weight = torch.from_numpy(weights.astype(np.float32)).to(device)
         line = _listed(labels, counts, weights, "{:.3g}")
-        balanced.notes.append(f"weights of positive labels (--pos_weight): {line}")
+        notes.append(f"weights of positive labels (--pos_weight): {line}")
     if objective.sampling:
         shares = _sampling_shares(objective.sampling, counts)
-        probabilities = (shares / np.maximum(counts, 1))[train.labels]
-        balanced.splits["train"] = replace(train, sampling_probabilities=probabilities)
+        probabilities = (shares / np.maximum(counts, 1))[data.train.labels]
+        splits["train"] = replace(splits["train"], sampling_probabilities=probabilities)
         line = _listed(labels, counts, 100 * shares, "{:.3g}")
-        balanced.notes.append(f"classes of an epoch's rows, in % (--sampling): {line}")
+        notes.append(f"classes of an epoch's rows, in % (--sampling): {line}")
     compensations = (objective.class_weights, objective.pos_weight, objective.sampling)
     if not any(compensations) and objective.loss != "focal":
-        balanced.advice = _advice(counts, len(train), labels)
-    return balanced
+        advice = _advice(counts, len(data.train), labels)
+    return replace(data, **splits, pos_weight=pos_weight, notes=tuple(notes), advice=advice)
 
 
 def _notes_on_classes(
@@ -123,15 +111,11 @@ def _positive_weights(
 
 
 def _class_weights(setting: str, counts: np.ndarray, names: Sequence[str]) -> np.ndarray:
-    """(classes,) float64; `balanced` and `effective` have mean 1 over the training rows."""
-    rows = np.maximum(counts, 1)
-    if setting == "balanced":
-        weights = 1 / rows
-    elif setting == "effective":
-        weights = (1 - _BETA) / (1 - _BETA**rows)
-    else:
+    """(classes,) float64; `balanced` has mean 1 over the training rows."""
+    if setting != "balanced":
         return _weights_by_name("class_weights", setting, names)
-    return np.where(counts > 0, weights * counts.sum() / (weights * counts).sum(), 1)
+    present = counts > 0
+    return np.where(present, counts.sum() / (present.sum() * np.maximum(counts, 1)), 1)
 
 
 def _sampling_shares(setting: str, counts: np.ndarray) -> np.ndarray:
@@ -205,9 +189,5 @@ def similar_names(names: Sequence[str]) -> list[str]:
     for name in names:
         alike.setdefault("".join(name.split()).casefold(), []).append(repr(name))
     groups = [" and ".join(group) for group in alike.values() if len(group) > 1]
-    if not groups:
-        return []
-    return [
-        f"classes with almost the same name: {listing(groups)}; if they are one, write it in "
-        "one way"
-    ]
+    remedy = "if they are one, write it in one way"
+    return [f"classes with almost the same name: {listing(groups)}; {remedy}"] if groups else []

@@ -14,11 +14,10 @@ import hashlib
 import io
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from tokenizers import NormalizedString, Tokenizer, normalizers
@@ -76,21 +75,14 @@ def words_first(tokenizer: Any) -> Any:
     if not _is_wordpiece(tokenizer):
         raise UserError(
             "--tokenizer jieba needs a model with a WordPiece vocabulary (vocab.txt), and "
-            f"{type(tokenizer).__name__} "
-            "has another: leave it out"
+            f"{type(tokenizer).__name__} has another: leave it out"
         )
-    installed, saved = load_jieba().name, tokenizer.init_kwargs.get(MARK)
-    segmenter, *version = str(saved or "jieba").split()
-    if segmenter != "jieba":
+    installed = load_jieba().name
+    saved = tokenizer.init_kwargs.get(MARK)
+    if saved not in (None, True, installed):
         raise UserError(
-            f"tokenizer_config.json has {MARK}: {saved!r}, and only jieba is supported: remove "
-            "that key"
-        )
-    if version and saved != installed:
-        raise UserError(
-            f"this tokenizer was saved with {saved}, and {installed} is installed, which "
-            "segments words differently: "
-            f"pip install jieba=={version[0]}"
+            f"this tokenizer was saved with {saved!r} (`{MARK}` in tokenizer_config.json), and "
+            f"{installed} is installed, which segments words differently: install that version"
         )
     require(PreTrainedTokenizerFast, "_tokenizer", "transformers")
     segmenting = copy.deepcopy(tokenizer)
@@ -112,16 +104,14 @@ def load_words_first(name: str) -> Any:
     if not _is_wordpiece(tokenizer):
         bert = BertTokenizerFast.from_pretrained(name)
         # which without a vocabulary has only the special tokens
-        tokenizer = (
-            bert if tokenizer is None or len(bert) > len(bert.all_special_tokens) else tokenizer
-        )
+        if tokenizer is None or len(bert) > len(bert.all_special_tokens):
+            tokenizer = bert
     return words_first(tokenizer)
 
 
 def _is_wordpiece(tokenizer: Any) -> bool:
-    return isinstance(
-        getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None), WordPiece
-    )
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return isinstance(getattr(backend, "model", None), WordPiece)
 
 
 def is_jieba(folder: Path) -> bool:
@@ -141,7 +131,9 @@ class WordBackend:
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(vars(self)["_backend"], name)
-        return partial(self._encode, attribute) if name in ("encode", "encode_batch") else attribute
+        if name in ("encode", "encode_batch"):
+            return partial(self._encode, attribute, None)
+        return attribute
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._backend, name, value)
@@ -152,46 +144,57 @@ class WordBackend:
     def encode_batch_fast(self, texts: Sequence[Any]) -> Any:
         """Encodings without offsets. The overflow of a truncated text is incomplete: segmenting it
         would take time."""
-        cut = self.truncation if all(isinstance(text, str) for text in texts) else None
-        most = cut["max_length"] if cut and cut["direction"] == "right" else None
-        return self._encode(self._backend.encode_batch_fast, texts, most=most)
+        most = None
+        cut = self.truncation
+        if cut and cut["direction"] == "right" and isinstance(texts[0], str):
+            most = cut["max_length"]
+        return self._encode(self._backend.encode_batch_fast, most, texts)
 
     def _encode(
-        self, encode: Callable[..., Any], *arguments: Any, most: int | None = None, **options: Any
+        self, encode: Callable[..., Any], most: int | None, *arguments: Any, **options: Any
     ) -> Any:
         backend = self._backend
         with self._lock:
-            normalizer, pre_tokenizer = plain = backend.normalizer, backend.pre_tokenizer
-            split = partial(
-                self._split,
-                normalizer or normalizers.Sequence([]),
-                pre_tokenizer or BertPreTokenizer(),
-                most,
-            )
-            custom = PreTokenizer.custom(
-                SimpleNamespace(pre_tokenize=lambda text: text.split(split))
-            )
-            backend.normalizer, backend.pre_tokenizer = normalizers.Sequence([]), custom
+            normalizer = backend.normalizer
+            pre_tokenizer = backend.pre_tokenizer
+            splitter: Any = _WordSplitter(self._words, normalizer, pre_tokenizer, most)
+            backend.normalizer = normalizers.Sequence([])
+            backend.pre_tokenizer = PreTokenizer.custom(splitter)
             try:
                 return encode(*arguments, **options)
             finally:
-                backend.normalizer, backend.pre_tokenizer = plain
+                backend.normalizer = normalizer
+                backend.pre_tokenizer = pre_tokenizer
 
-    def _split(
-        self, normalizer: Any, pre_tokenizer: Any, most: int | None, _: int, text: NormalizedString
-    ) -> list[NormalizedString]:
-        """Stops after `most` pieces and one more; each is at least one token."""
-        pieces, end = list[Any](), 0
+
+class _WordSplitter:
+    """A pre-tokenizer: text -> jieba's words, those outside the vocabulary split further."""
+
+    def __init__(
+        self, words: Mapping[str, int], normalizer: Any, pre_tokenizer: Any, most: int | None
+    ) -> None:
+        self.words = words
+        self.normalizer = normalizer or normalizers.Sequence([])
+        self.pre_tokenizer = pre_tokenizer or BertPreTokenizer()
+        self.most = most
+        """Pieces to stop after, with one more; each is at least one token."""
+
+    def pre_tokenize(self, text: Any) -> None:
+        text.split(self._split)
+
+    def _split(self, _: int, text: NormalizedString) -> list[Any]:
+        pieces: list[Any] = []
+        end = 0
         for word in load_jieba().cutter.cut(str(text), HMM=False):
-            piece: Any = text[end : (end := end + len(word))]
-            if word in self._words:
+            start = end
+            end += len(word)
+            piece: Any = text[start:end]
+            if word in self.words:
                 pieces.append(piece)
             else:
-                normalizer.normalize(piece)
-                pieces += [
-                    piece[start:stop]
-                    for _, (start, stop) in pre_tokenizer.pre_tokenize_str(piece.normalized)
-                ]
-            if most is not None and len(pieces) > most:
+                self.normalizer.normalize(piece)
+                parts = self.pre_tokenizer.pre_tokenize_str(piece.normalized)
+                pieces += [piece[first:last] for _, (first, last) in parts]
+            if self.most is not None and len(pieces) > self.most:
                 break
         return pieces

@@ -22,7 +22,6 @@ import numpy as np
 from natsort import natsorted
 
 from toolkit.config import ProblemType
-from toolkit.data.read import read_class_names
 from toolkit.data.table import Table
 from toolkit.data.targets import Targets
 from toolkit.errors import UserError, did_you_mean, listing
@@ -50,8 +49,6 @@ class Labels(Targets):
     """Columns of the table: one, or one for each output."""
     separator: str | None = None
     """Between the names in a cell of several labels."""
-    values: tuple[str, ...] = ()
-    """The cell value of each class, if --label_names_file renames it."""
 
     column_setting = "label_column"
     usual_columns = USUAL
@@ -63,38 +60,15 @@ class Labels(Targets):
     @classmethod
     def data_facts(cls, settings: Any) -> dict[str, Any]:
         data = settings.data
-        facts: dict[str, Any] = {
+        return {
             "label_column": data.label_column,
             "label_separator": getattr(data, "label_separator", None),
             "problem_type": getattr(settings.model, "problem_type", None),
         }
-        file = getattr(data, "label_names_file", None)
-        if file:
-            facts["class_names"] = read_class_names(file)
-        return facts
-
-    @classmethod
-    def text_columns(cls, settings: Any, table: Table, text_column: str) -> dict[str, str]:
-        """With --drop_empty_text, rows without a label are left out, too; an empty cell of several
-        labels is none of them."""
-        facts = cls.data_facts(settings)
-        columns = table.find_columns(facts["label_column"], USUAL, "label_column")
-        if not settings.data.drop_empty_text or len(columns) != 1:
-            return {}
-        column = columns[0]
-        is_plain = hasattr(table.rows.features[column], "dtype") and not _feature(table, column)
-        if not is_plain or MULTI in (
-            facts["problem_type"],
-            _guess(table, column, facts["label_separator"]),
-        ):
-            return {}
-        return {"label_column": column}
 
     @classmethod
     def find(cls, settings: Any, table: Table, text_column: str) -> Labels:
-        facts = cls.data_facts(settings)
-        names = facts.pop("class_names", None)
-        return find_labels(table, text_column, class_names=names, **facts)
+        return find_labels(table, text_column, **cls.data_facts(settings))
 
     @property
     def size(self) -> int:
@@ -104,11 +78,10 @@ class Labels(Targets):
     @cached_property
     def _ids(self) -> dict[str, int]:
         """Cell -> class id."""
-        names = self.values or self.names
-        ids = {_name(name): place for place, name in enumerate(names)}
-        if list(names) == [f"LABEL_{place}" for place in range(len(names))]:
+        ids = {_name(name): place for place, name in enumerate(self.names)}
+        if list(self.names) == [f"LABEL_{place}" for place in range(self.size)]:
             # transformers' names for a model that was trained on ids
-            ids |= {str(place): place for place in range(len(names))}
+            ids |= {str(place): place for place in range(self.size)}
         return ids
 
     def in_columns(self, table: Table, columns: tuple[str, ...]) -> Labels:
@@ -118,9 +91,8 @@ class Labels(Targets):
             return replace(self, columns=columns)
         if set(columns) != set(self.names):
             raise UserError(
-                f"{table.name}: the label columns {listing(columns)} are not the model's "
-                "classes or "
-                f"outputs {listing(self.names)}: rename them"
+                f"{table.name}: the label columns {listing(columns)} are not the model's classes "
+                f"or outputs {listing(self.names)}: rename them"
             )
         return replace(self, columns=self.names)
 
@@ -130,23 +102,16 @@ class Labels(Targets):
         dtype: Any = np.int64 if self.problem_type == SINGLE else np.float32
         parts = [np.zeros(0, dtype)]
         for rows, cells in _cells(table, self.columns):
-            values = self._encoded(table, rows, cells)
-            parts.append(np.array(values, dtype))
+            values: dict[Any, Any] = {}
+            keys = [cell if isinstance(cell, str) else repr(cell) for cell in cells]
+            for key, row, cell in zip(keys, rows.tolist(), cells, strict=True):
+                if key not in values:  # each distinct cell of a batch is encoded once
+                    try:
+                        values[key] = self._value(cell)
+                    except ValueError as error:
+                        raise UserError(f"{table.where(row)}: {error}") from error
+            parts.append(np.array([values[key] for key in keys], dtype))
         return np.concatenate(parts[1:] or parts)
-
-    def _encoded(self, table: Table, rows: np.ndarray, cells: list[Any]) -> list[Any]:
-        """Each distinct cell of a batch is encoded once."""
-        known: dict[Any, Any] = {}
-        values = []
-        for row, cell in zip(rows.tolist(), cells, strict=True):
-            key = cell if isinstance(cell, str) else repr(cell)
-            if key not in known:
-                try:
-                    known[key] = self._value(cell)
-                except ValueError as error:
-                    raise UserError(f"{table.where(row)}: {error}") from error
-            values.append(known[key])
-        return values
 
     def _value(self, cell: Any) -> Any:
         """A class id, a 0 or 1 per class, a number, or numbers. Raises ValueError."""
@@ -157,7 +122,7 @@ class Labels(Targets):
         if self.problem_type == SINGLE:
             return self._id(cell)
         if _is_missing(cell):
-            raise ValueError(_NO_LABEL)
+            raise ValueError("no labels: write [] where there are none")
         flags = [0.0] * self.size
         for name in _names(cell, self.separator):
             place = self._id(name)
@@ -184,18 +149,22 @@ class Labels(Targets):
             raise ValueError(_NO_LABEL)
         raise ValueError(
             f"label {name!r} does not occur in training{did_you_mean(name, self._ids)}: the "
-            "classes "
-            f"are {listing(self._ids)}"
+            f"classes are {listing(self._ids)}"
         )
 
-    def all_missing(self, table: Table) -> bool:
-        if not set(self.columns) <= set(table.rows.column_names):
-            return True
-        for column in self.columns:
-            for _, cells in _cells(table, (column,)):
-                if any(_name(cell) for cell in cells):
-                    return False
-        return True
+    def missing(self, table: Table) -> np.ndarray:
+        """An empty cell of several labels is none of them, unless all cells are empty."""
+        if not set(table.rows.column_names).issuperset(self.columns):
+            return np.ones(len(table), bool)
+        flags = []
+        for _, rows in _cells(table, self.columns):
+            for row in rows:
+                cells = row if len(self.columns) > 1 else [row]
+                flags.append(all(map(_is_blank, cells)))
+        blank = np.array(flags, bool)
+        if self.problem_type == MULTI and len(self.columns) == 1 and not blank.all():
+            return np.zeros_like(blank)
+        return blank
 
     def strata(self, encoded: np.ndarray) -> np.ndarray | None:
         return encoded if self.problem_type == SINGLE else None
@@ -204,10 +173,7 @@ class Labels(Targets):
         return {"labels": list(self.names), "problem_type": self.problem_type}
 
     def source(self) -> dict[str, Any]:
-        source: dict[str, Any] = {
-            "label_columns": list(self.columns),
-            "label_values": list(self.values),
-        }
+        source: dict[str, Any] = {"label_columns": list(self.columns)}
         if self.separator:
             source["label_separator"] = self.separator
         return source
@@ -215,9 +181,8 @@ class Labels(Targets):
     def describe(self) -> str:
         what = "outputs" if self.problem_type == REGRESSION else "classes"
         kind = self.problem_type.replace("_", " ")
-        return (
-            f"{kind} from column {listing(self.columns)}, {self.size} {what}: {listing(self.names)}"
-        )
+        where = f"from column {listing(self.columns)}"
+        return f"{kind} {where}, {self.size} {what}: {listing(self.names)}"
 
 
 def find_labels(
@@ -226,81 +191,74 @@ def find_labels(
     label_column: str | None = None,
     problem_type: ProblemType | None = None,
     label_separator: str | None = None,
-    class_names: dict[str, str] | None = None,
 ) -> Labels:
     """Infers from the label column of the training table what a model predicts; `problem_type`
-    overrides. `class_names`: cell value -> class name. Raises UserError when the column is missing
-    or ambiguous, or there are fewer than two classes."""
+    overrides. Raises UserError when the column is missing or ambiguous, or there are fewer than two
+    classes."""
     columns = table.find_columns(label_column, USUAL, "label_column")
     if not columns:
         excluded = table.columns_of(text_column)
         others = [name for name in table.rows.column_names if name not in excluded]
         raise table.ambiguous_column("label", "label_column", others)
-    if len(columns) > 1:
-        problem = problem_type or _guess_columns(table, columns)
-        if problem == SINGLE or class_names:
-            raise UserError(
-                f"{table.name}: several label columns mean several labels or numbers: leave out "
-                "--label_names_file and --problem_type single_label_classification"
-            )
-        return Labels(problem, columns, columns)
-    column = columns[0]
-    problem = problem_type or _guess(table, column, label_separator)
+    try:
+        if len(columns) > 1:
+            return _labels_of_columns(table, columns, problem_type)
+        return _labels_of_column(table, columns[0], problem_type, label_separator)
+    except ValueError as error:
+        where = listing(map(repr, columns))
+        raise UserError(f"{table.name}: column {where} {error}") from error
+
+
+def _labels_of_columns(
+    table: Table, columns: tuple[str, ...], problem_type: ProblemType | None
+) -> Labels:
+    """Several labels if the columns hold 0 and 1, or anything but numbers; else numbers. Raises
+    ValueError."""
+    if problem_type == SINGLE:
+        raise ValueError(f"have several labels or numbers: leave out --problem_type {SINGLE}")
+    problem = MULTI
+    for column in columns:
+        numbers = {to_float(cell) for cell in _distinct(table, column)}
+        if not numbers <= {0.0, 1.0, None}:
+            problem = REGRESSION
+    return Labels(problem_type or problem, columns, columns)
+
+
+def _labels_of_column(
+    table: Table, column: str, problem_type: ProblemType | None, separator: str | None
+) -> Labels:
+    """Raises ValueError for cells that are no labels."""
+    cells = _distinct(table, column)
+    problem = problem_type or _guess(cells, separator)
     if problem == REGRESSION:
-        return Labels(problem, columns, columns)
-    names = natural_order(_class_names(table, column, problem, label_separator))
+        return Labels(problem, (column,), (column,))
     feature = _feature(table, column)
-    values: tuple[str, ...] = ()
     if feature:
         names = tuple(feature.names)
-    elif class_names:
-        names, values = _renamed(table, column, names, class_names)
-    elif problem_type is None:
-        _refuse_texts(table, column, names)
+    else:
+        names = natural_order(_class_names(cells, problem, separator))
+        if problem_type is None and len(names) > max(_FEW_CLASSES, len(table) / 2):
+            raise ValueError(
+                f"holds {len(names)} different values in {len(table)} rows: is it the label? Name "
+                "another with --label_column, or pass --problem_type"
+            )
     if len(names) < 2:
-        raise UserError(
-            f"{table.name}: column {column!r} holds {listing(names) or 'no class'} only: at least "
-            "two classes are needed (--label_column)"
-        )
-    return Labels(problem, names, columns, label_separator, values)
+        found = listing(names) or "no class"
+        raise ValueError(f"holds {found} only: at least two classes are needed (--label_column)")
+    return Labels(problem, names, (column,), separator)
 
 
-def _refuse_texts(table: Table, column: str, names: Sequence[str]) -> None:
-    """Raises UserError for nearly as many values as rows: names or texts, not classes."""
-    if len(names) > max(_FEW_CLASSES, len(table) / 2):
-        raise UserError(
-            f"{table.name}: column {column!r} holds {len(names)} different values in {len(table)} "
-            "rows: is it the label? Name another with --label_column, or pass --problem_type"
-        )
-
-
-def _class_names(
-    table: Table, column: str, problem: ProblemType, separator: str | None
-) -> set[str]:
+def _class_names(cells: list[Any], problem: ProblemType, separator: str | None) -> set[str]:
     names: set[str] = set()
-    for cell in _distinct(table, column):
+    for cell in cells:
         parts = [cell] if problem == SINGLE else _names(cell, separator)
         names.update(filter(None, map(_name, parts)))
     if problem == MULTI and any(re.fullmatch(r"-?\d+\.\d+", name) for name in names):
-        raise UserError(
-            f"{table.name}: column {column!r} holds lists of numbers: several numbers to predict "
-            "are several columns (--label_column a,b)"
+        raise ValueError(
+            "holds lists of numbers: several numbers to predict are several columns "
+            "(--label_column a,b)"
         )
     return names
-
-
-def _renamed(
-    table: Table, column: str, cells: tuple[str, ...], class_names: dict[str, str]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(class names, cell values). Raises UserError for a class without a name."""
-    unnamed = [cell for cell in cells if cell not in class_names]
-    if unnamed:
-        raise UserError(
-            f"{table.name}: column {column!r} holds {listing(unnamed)}, and --label_names_file "
-            "names "
-            f"{listing(class_names)}: name all of them there, or leave it out"
-        )
-    return tuple(class_names.values()), tuple(class_names)
 
 
 def natural_order(names: Iterable[str]) -> tuple[str, ...]:
@@ -312,28 +270,17 @@ def natural_order(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(natsorted(ordered))
 
 
-def _guess(table: Table, column: str, separator: str | None) -> ProblemType:
-    """The problem type that fits the cells of a column. Raises UserError for objects."""
-    cells = [cell for cell in _distinct(table, column) if cell != ""]
+def _guess(distinct: list[Any], separator: str | None) -> ProblemType:
+    """The problem type that fits the cells of a column. Raises ValueError for objects."""
+    cells = [cell for cell in distinct if cell != ""]
     if any(isinstance(cell, dict) for cell in cells):
-        raise UserError(
-            f"{table.name}: column {column!r} holds objects: make a column of the label"
-        )
+        raise ValueError("holds objects: make a column of the label")
     if separator or (cells and all(_is_list(cell) for cell in cells)):
         return MULTI
     numbers = [number for cell in cells if (number := to_float(cell)) is not None]
     fractions = any(number % 1 for number in numbers if math.isfinite(number))
     # where most are numbers, `encode` names the row of one that is not
     return REGRESSION if fractions and 2 * len(numbers) > len(cells) else SINGLE
-
-
-def _guess_columns(table: Table, columns: tuple[str, ...]) -> ProblemType:
-    """Several columns: labels if they hold 0 and 1, or anything but numbers; else numbers."""
-    for column in columns:
-        numbers = [to_float(cell) for cell in _distinct(table, column)]
-        if not {*numbers} <= {0.0, 1.0, None}:
-            return REGRESSION
-    return MULTI
 
 
 # --- cells
@@ -399,6 +346,10 @@ def _is_missing(cell: Any) -> bool:
     return cell is None or cell != cell
 
 
+def _is_blank(cell: Any) -> bool:
+    return _is_missing(cell) or not str(cell).strip()
+
+
 def _name(cell: Any) -> str:
     """The text of a cell; `2.0`, which a reader or a spreadsheet makes of `2`, becomes `2`."""
     if _is_missing(cell):
@@ -409,7 +360,7 @@ def _name(cell: Any) -> str:
 
 def _number(cell: Any) -> float:
     """Raises ValueError."""
-    if not _name(cell):
+    if _is_blank(cell):
         raise ValueError(_NO_LABEL)
     number = to_float(cell)
     if number is None or not abs(number) <= float(np.finfo(np.float32).max):

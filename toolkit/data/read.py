@@ -7,8 +7,8 @@ import glob
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,29 +17,20 @@ from natsort import natsorted
 from toolkit import demo
 from toolkit.config import TextSettings
 from toolkit.data import text_files
-from toolkit.data.table import FileStart, Table
+from toolkit.data.table import Rows, Table
 from toolkit.errors import UserError, did_you_mean, first_line, listing
 from toolkit.pretrained import check_reachable
 from toolkit.utils.cache import cached_folder, digest_of_file, digest_of_files, digest_of_text
 from toolkit.utils.files import cache_folder
 
-if TYPE_CHECKING:  # a process whose tokens are cached does not import them
-    import datasets
+if TYPE_CHECKING:  # a process whose tokens are cached does not import it
     import pyarrow
 
 FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt")
-IN_MEMORY_BYTES = 16 << 20
-_LAYOUT = 5  # increase when the files in a cached folder of rows change
+_LAYOUT = 6  # increase when the files in a cached folder of rows change
+_BATCH_BLOCKS = 4
+"""Blocks of rows that are one batch in the cache."""
 _FILE_SETTINGS = ("encoding", "delimiter", "quoting", "sample_by", "column_names")
-_UNUSED = {
-    ".parquet": _FILE_SETTINGS,
-    ".json": ("delimiter", "quoting", "sample_by", "column_names"),
-    ".jsonl": ("delimiter", "quoting", "sample_by", "column_names"),
-    ".txt": ("quoting", "column_names"),
-    ".csv": ("sample_by",),
-    ".tsv": ("sample_by",),
-}
-"""The settings that have no effect on files of a format."""
 _SPLIT_NAMES = {
     "train": ("train",),
     "validation": ("validation", "valid", "dev"),
@@ -47,46 +38,32 @@ _SPLIT_NAMES = {
 }
 
 
-def read_tables(settings: TextSettings, labelled: bool = True) -> dict[str, Table]:
-    """The splits that the settings name: `train`, and `validation` and `test` if given. `labelled`:
-    whether a label column is needed. Raises UserError."""
-    name = settings.dataset_name
-    if name:
-        return _splits_of_dataset(name, settings)
+def read_tables(settings: TextSettings) -> dict[str, Table]:
+    """The splits that the settings name: `train`, and `validation` and `test` if given. Raises
+    UserError."""
+    if settings.dataset_name:
+        return _splits_of_dataset(settings.dataset_name, settings)
     files = {split: getattr(settings, f"{split}_file") for split in _SPLIT_NAMES}
-    files = {split: file for split, file in files.items() if file}
-    for file in files.values():
-        if labelled and Path(file).suffix == ".txt" and not settings.delimiter:
-            raise UserError(
-                f"{file}: texts alone, without labels, are for `toolkit predict`: pass --delimiter "
-                "where its lines have several columns (and --column_names if the first line does "
-                "not name them); name it .json if it is JSON"
-            )
-    return {split: read_file(file, settings) for split, file in files.items()}
+    return {split: read_file(file, settings) for split, file in files.items() if file}
 
 
 def _splits_of_dataset(name: str, settings: TextSettings) -> dict[str, Table]:
     splits = read_dataset(name, settings.dataset_config_name)
     tables: dict[str, Table] = {}
     for split, aliases in _SPLIT_NAMES.items():
-        present = [splits[alias] for alias in aliases if alias in splits]
-        if present:
-            tables[split] = present[0]
+        for alias in aliases:
+            if alias in splits:
+                tables.setdefault(split, splits[alias])
     if "train" not in tables:
         raise UserError(f"--dataset_name {name} has no train split: it has {listing(splits)}")
     unused = list(_FILE_SETTINGS)
     if "validation" in tables:
         unused.append("validation_split")
-    _refuse_unused(f"--dataset_name {name}", unused, settings)
-    return tables
-
-
-def _refuse_unused(name: str, unused: Iterable[str], settings: TextSettings) -> None:
-    usual = TextSettings()
     for setting in unused:
         value = getattr(settings, setting)
-        if value != getattr(usual, setting):
-            raise UserError(f"--{setting} {value} has no effect on {name}: leave it out")
+        if value != getattr(TextSettings(), setting):
+            raise UserError(f"--{setting} {value} has no effect on --dataset_name: leave it out")
+    return tables
 
 
 # --- files
@@ -101,16 +78,10 @@ def read_file(name: str, settings: TextSettings) -> Table:
         paths = [Path(file) for file in matches if Path(file).is_file()]
         if not paths:
             raise UserError(f"{name}: no file has such a name (looked in {Path.cwd()})")
-    contents = []
-    for path in paths:
-        kind = format_of(path)
-        contents.append(f"{_digest_of(path)}{kind}")
-        if kind == ".txt" and settings.delimiter:
-            kind = ".csv"
-        _refuse_unused(str(path), _UNUSED[kind], settings)
+    contents = [f"{_digest_of(path)}{format_of(path)}" for path in paths]
     values = [str(getattr(settings, setting)) for setting in _FILE_SETTINGS]
-    digest = digest_of_text(" ".join([*contents, *values]))
-    return Table(partial(_load, paths, settings, name, digest), name, digest)
+    digest = digest_of_text(" ".join([f"{_LAYOUT}", *contents, *values]))
+    return Table(cache(partial(_load, paths, settings, name, digest)), name, digest)
 
 
 def format_of(path: Path) -> str:
@@ -136,48 +107,26 @@ def _digest_of(path: Path) -> str:
         raise UserError(f"{path} does not exist{hint} (looked in {Path.cwd()})")
     if not path.is_file():
         raise UserError(f"{path} is a folder or a pipe, not a file")
-    if path.stat().st_size == 0:
-        raise UserError(f"{path} is empty")
     try:
         return digest_of_file(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _load(
-    paths: list[Path], settings: TextSettings, name: str, digest: str
-) -> tuple[datasets.Dataset, list[FileStart]]:
-    """The rows, in memory for small files, else parsed once per machine into the cache; and where
-    each file's begin."""
+def _load(paths: list[Path], settings: TextSettings, name: str, digest: str) -> Rows:
+    """The rows, parsed once per machine into the cache."""
     import datasets
-    import pyarrow
 
-    size = sum(path.stat().st_size for path in paths)
-    if any(path.suffix in (".gz", ".bz2", ".parquet") for path in paths):
-        size *= 10
-    if size <= IN_MEMORY_BYTES:
-        sink = pyarrow.BufferOutputStream()
-        starts = _write(paths, settings, sink)
-        rows = pyarrow.ipc.open_stream(sink.getvalue()).read_all()
-        return datasets.Dataset(rows), _file_starts(starts, paths)
-    with cached_folder("rows", digest_of_text(f"{_LAYOUT} {digest}"), None, name) as (
-        folder,
-        draft,
-    ):
+    with cached_folder("rows", digest, None, name) as (folder, draft):
         if draft:
-            with pyarrow.OSFile(str(draft / "rows.arrow"), "wb") as file:
-                starts = _write(paths, settings, file)
+            starts = _write(paths, settings, draft / "rows.arrow")
             (draft / "starts.json").write_text(json.dumps(starts), encoding="utf-8")
     starts = json.loads((folder / "starts.json").read_text(encoding="utf-8"))
     rows = datasets.Dataset.from_file(str(folder / "rows.arrow"))
-    return rows, _file_starts(starts, paths)
+    return Rows(rows, list(zip(starts, map(str, paths), strict=True)))
 
 
-def _file_starts(starts: list[int], paths: list[Path]) -> list[FileStart]:
-    return [(start, str(path)) for start, path in zip(starts, paths, strict=True)]
-
-
-def _write(paths: list[Path], settings: TextSettings, sink: Any) -> list[int]:
+def _write(paths: list[Path], settings: TextSettings, target: Path) -> list[int]:
     """Writes all rows as one Arrow stream, and returns the first row of each file. Raises UserError
     for invalid files."""
     import pyarrow
@@ -187,22 +136,27 @@ def _write(paths: list[Path], settings: TextSettings, sink: Any) -> list[int]:
         schema = _unify(path, schema, _schema(path, settings))
     starts = []
     rows = 0
-    with pyarrow.ipc.new_stream(sink, schema) as writer:
+    with (
+        pyarrow.OSFile(str(target), "wb") as file,
+        pyarrow.ipc.new_stream(file, schema) as writer,
+    ):
         for path in paths:
             starts.append(rows)
-            for batch in _batches(path, settings):
-                writer.write(text_files.cast_batch(batch, schema))
-                rows += batch.num_rows
-            if rows == starts[-1]:
-                raise UserError(f"{path} has no rows")
+            for blocks in text_files.in_blocks(_blocks(path, settings), _BATCH_BLOCKS):
+                tables = [pyarrow.Table.from_batches([block]) for block in blocks]
+                # the empty one: columns that these rows lack, in the order of the schema
+                tables.insert(0, schema.empty_table())
+                table = pyarrow.concat_tables(tables, promote_options="permissive")
+                writer.write_table(table.combine_chunks())
+                rows += len(table)
     return starts
 
 
 def _schema(path: Path, settings: TextSettings) -> pyarrow.Schema:
     """The columns of a file and their types, which in JSON may widen from row to row."""
     schema: Any = None
-    for batch in _batches(path, settings):
-        schema = _unify(path, schema, batch.schema)
+    for block in _blocks(path, settings):
+        schema = _unify(path, schema, block.schema)
         if not format_of(path).startswith(".json"):
             break
     if schema is None:
@@ -228,7 +182,7 @@ def _unify(path: Path, before: Any, schema: pyarrow.Schema) -> pyarrow.Schema:
         raise UserError(f"{path}: {why}: make them all numbers, or all strings") from error
 
 
-def _batches(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
+def _blocks(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
     import pyarrow
 
     kind = format_of(path)
@@ -270,10 +224,10 @@ def _read_json(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBat
                 fault = f"{str(row)[:40]!r} is no object with named fields"
                 raise UserError(f"{path}, row {number}: {fault}")
         names = list(dict.fromkeys(name for row in rows for name in row))
-        columns = [[row.get(name) for row in rows] for name in names]
         arrays = []
-        for name, values in zip(names, columns, strict=True):
-            arrays.append(_array(values, f"{path}, row", first_row, name))
+        for name in names:
+            values = [row.get(name) for row in rows]
+            arrays.append(_array(values, path, first_row, name))
         yield pyarrow.record_batch(arrays, names)
         first_row += len(rows)
 
@@ -295,13 +249,9 @@ def parse_json(path: Path, encoding: str = "utf-8") -> Iterator[Any]:
         raise UserError(f"{path}: not JSON ({error})") from error
     if isinstance(loaded, dict):
         values = list(loaded.values())
+        loaded = [loaded]
         if len(values) == 1 and isinstance(values[0], list):
             loaded = values[0]
-        elif values and all(isinstance(value, dict | list) for value in values):
-            remedy = "write it by rows (pandas: to_json(orient='records'))"
-            raise UserError(f"{path} is written by columns: {remedy}")
-        else:
-            loaded = [loaded]
     yield from loaded
 
 
@@ -315,7 +265,7 @@ def _json_lines(path: Path, encoding: str) -> Iterator[Any]:
                     raise UserError(f"{path}, line {number}: not JSON ({error})") from error
 
 
-def _array(values: list[Any], where: str, first_row: int, name: str) -> pyarrow.Array:
+def _array(values: list[Any], path: Path, first_row: int, name: str) -> pyarrow.Array:
     """The values of a column. Raises UserError naming the first whose type is not that of those
     before it."""
     import pyarrow
@@ -332,40 +282,7 @@ def _array(values: list[Any], where: str, first_row: int, name: str) -> pyarrow.
     place = bisect.bisect_left(range(len(values)), True, key=lambda place: fails(place + 1))
     fault = f"field {name!r} is {str(values[place])[:40]!r}, unlike the rows before it, or no text"
     remedy = "make them all numbers, or all strings, or leave the field out"
-    raise UserError(f"{where} {first_row + place}: {fault}: {remedy}")
-
-
-def read_class_names(name: str) -> dict[str, str]:
-    """A file of class names -> {value in the label column: class name}, in the order of the
-    numbers.
-
-    JSON, `["joy", "anger"]` or `{"0": "joy", "1": "anger"}`, or JSONL, a number and a name per
-    line, `{"label": "100", "label_desc": "news_story"}`. Raises UserError for anything else."""
-    path = Path(name)
-    if not format_of(path).startswith(".json"):
-        raise UserError(f"--label_names_file {name}: write the names as .json or .jsonl")
-    try:
-        entries = list(parse_json(path))
-    except UnicodeError as error:
-        raise UserError(f"--label_names_file {name} is not UTF-8: save it as UTF-8") from error
-    pairs: list[Any] = list(enumerate(entries))
-    if len(entries) == 1 and isinstance(entries[0], dict):
-        pairs = list(entries[0].items())
-    elif entries and isinstance(entries[0], dict):
-        pairs = [tuple(entry.values()) for entry in entries]
-    names: dict[str, str] = {}
-    for place, pair in enumerate(pairs, 1):
-        number, class_name = (str(part).strip() for part in (*pair, "", "")[:2])
-        is_new = number not in names and class_name not in names.values()
-        is_pair = len(pair) == 2 and re.fullmatch(r"-?\d+", number) and class_name
-        if not is_pair or not is_new:
-            raise UserError(
-                f"--label_names_file {name}, entry {place}: {str(pair)[:60]} is not a number and a "
-                'name, each given once: write ["joy", "anger"], {"0": "joy", "1": "anger"}, or a '
-                'line {"id": 0, "name": "joy"} for each'
-            )
-        names[number] = class_name
-    return dict(sorted(names.items(), key=lambda item: int(item[0])))
+    raise UserError(f"{path}, row {first_row + place}: {fault}: {remedy}")
 
 
 # --- demos, the hub, folders
@@ -384,10 +301,10 @@ def read_demo(name: str) -> dict[str, Table]:
     source = demo.demo_entry(name)
     files = path.glob(source.files) if source.files else [path]
     digest = digest_of_files(path, files)
-    return {"train": Table(partial(_load_demo, source, path), name, digest)}
+    return {"train": Table(cache(partial(_load_demo, source, path)), name, digest)}
 
 
-def _load_demo(source: demo.Demo, path: Path) -> tuple[datasets.Dataset, list[FileStart]]:
+def _load_demo(source: demo.Demo, path: Path) -> Rows:
     import datasets
 
     rows = source.read(path)
@@ -395,7 +312,7 @@ def _load_demo(source: demo.Demo, path: Path) -> tuple[datasets.Dataset, list[Fi
     if len(rows[0]) == 2:
         names.remove("title")
     columns = map(list, zip(*rows, strict=True))
-    return datasets.Dataset.from_dict(dict(zip(names, columns, strict=True))), []
+    return Rows(datasets.Dataset.from_dict(dict(zip(names, columns, strict=True))))
 
 
 def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
@@ -421,12 +338,11 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
         hint = ""
         if not folder.exists():
             hint = "; without a network set HF_HUB_OFFLINE=1 and name a folder"
-        fault = " ".join(str(error).split())[:300]
-        raise UserError(f"--dataset_name {name}: {fault}{hint}") from error
+        raise UserError(f"--dataset_name {name}: {first_line(error)}{hint}") from error
     tables = {}
     for split, rows in splits.items():
         digest = f"{content}-{config}-{split}" if content else rows._fingerprint
-        tables[split] = Table(rows, f"{name} ({split})", f"{digest}-{len(rows)}")
+        tables[split] = Table.of(rows, f"{name} ({split})", f"{digest}-{len(rows)}")
     return tables
 
 

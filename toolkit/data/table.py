@@ -6,8 +6,8 @@ import bisect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -16,22 +16,26 @@ from toolkit.errors import UserError, did_you_mean, listing
 if TYPE_CHECKING:  # a process whose tokens are cached needs neither the library nor the rows
     import datasets
 
-BATCH_ROWS = 2048
 USUAL_TEXT = ("text", "sentence", "content", "review", "comment", "document", "article",
               "文本", "内容", "评论", "评论内容", "正文")  # fmt: skip
-_NUMBER = re.compile(r"\s*[-+]?[\d.,]*(e[-+]?\d+)?\s*", re.IGNORECASE)
-FileStart = tuple[int, str]
-"""A file's first row in the table, and its name."""
+_MEMORY_ROWS = 2048
+_NUMBER = re.compile(r"[-+\d.,e\s]*", re.IGNORECASE)
 TextBlock = tuple[Sequence[str], Sequence[str] | None]
 """Texts, and the second texts of pairs."""
 
 
+class Rows(NamedTuple):
+    data: datasets.Dataset
+    files: Sequence[tuple[int, str]] = ()
+    """The first row of each file, and its name."""
+
+
 @dataclass(frozen=True)
 class Table:
-    """Rows and their source. The rows are loaded when first used; large tables stay on disk."""
+    """Rows and their source."""
 
-    source: datasets.Dataset | Callable[[], tuple[datasets.Dataset, list[FileStart]]]
-    """The rows, or a function that loads them and where each file's begin."""
+    load: Callable[[], Rows]
+    """Loads the rows when they are first used, and returns the same ones later."""
     name: str
     """The file, the pattern, or `data set (split)`, as messages name it."""
     digest: str
@@ -43,16 +47,15 @@ class Table:
     separator: str = "\n"
     """Between the texts of several columns."""
 
-    @cached_property
-    def _loaded(self) -> tuple[datasets.Dataset, list[FileStart]]:
-        if callable(self.source):
-            return self.source()
-        return self.source, []
+    @classmethod
+    def of(cls, rows: datasets.Dataset, name: str, digest: str = "") -> Table:
+        """The table of rows that are loaded."""
+        return cls(partial(Rows, rows), name, digest)
 
     @property
     def rows(self) -> datasets.Dataset:
         """All rows. Raises UserError when they cannot be read."""
-        return self._loaded[0]
+        return self.load().data
 
     @property
     def row_numbers(self) -> np.ndarray:
@@ -62,32 +65,22 @@ class Table:
         return self.numbers
 
     def __len__(self) -> int:
-        if self.numbers is None:
-            return len(self.rows)
-        return len(self.numbers)
+        return len(self.row_numbers)
 
     def select(self, places: np.ndarray) -> Table:
         """The rows at these ascending places among those that count."""
-        return self._with(numbers=self.row_numbers[places])
-
-    def reading(self, columns: tuple[str, ...], separator: str) -> Table:
-        """With other `text_columns`."""
-        return self._with(text_columns=columns, separator=separator)
-
-    def _with(self, **changes: Any) -> Table:
-        loaded = self._loaded
-        return replace(self, source=lambda: loaded, **changes)
+        return replace(self, numbers=self.row_numbers[places])
 
     def where(self, row: int) -> str:
         """The name of a row (from 0) in messages: its file, and its number (from 1) there."""
-        files = self._loaded[1] or [(0, self.name)]
+        files = self.load().files or [(0, self.name)]
         place = bisect.bisect_right(files, row, key=lambda file: file[0]) - 1
         start, name = files[place]
         return f"{name}, row {row - start + 1}"
 
     def listing(self, rows: Iterable[int]) -> str:
         """At most ten rows: `2, 3`, or, of several files, `a.csv, row 2, b.csv, row 1`."""
-        if len(self._loaded[1]) > 1:
+        if len(self.load().files) > 1:
             return listing(map(self.where, rows))
         return listing(row + 1 for row in rows)
 
@@ -98,45 +91,40 @@ class Table:
 
         names = list(columns or self.rows.column_names)
         if not self.rows.cache_files:
-            yield from self.rows.select_columns(names).with_format("arrow").iter(BATCH_ROWS)
+            yield from self.rows.select_columns(names).with_format("arrow").iter(_MEMORY_ROWS)
         for file in self.rows.cache_files:
             with (
                 pyarrow.OSFile(file["filename"]) as stored,
                 pyarrow.ipc.open_stream(stored) as stream,
             ):
                 for batch in stream:
-                    selected = batch.select(names)
-                    for start in range(0, len(selected), BATCH_ROWS):
-                        yield selected.slice(start, BATCH_ROWS)
+                    yield batch.select(names)
 
     def cells(self, columns: Sequence[str]) -> Iterator[tuple[np.ndarray, list[list[Any]]]]:
         """Batches of (row numbers, the cells of each column). Raises UserError."""
         for name in columns:
-            self._require(name)
-        start = 0
-        for batch in self.batches(list(dict.fromkeys(columns))) if columns else ():
-            numbers = np.arange(start, start + batch.num_rows)
-            start += batch.num_rows
+            self.require(name)
+        end = 0
+        for batch in self.batches(list(dict.fromkeys(columns))):
+            start = end
+            end += batch.num_rows
+            numbers = np.arange(start, end)
             if self.numbers is not None:
-                first, last = np.searchsorted(self.numbers, [numbers[0], start])
-                selected = self.numbers[first:last]
-                if len(selected) < len(numbers):
-                    batch = batch.take(selected - numbers[0])
-                    numbers = selected
+                first, last = np.searchsorted(self.numbers, [start, end])
+                numbers = self.numbers[first:last]
+                batch = batch.take(numbers - start)
             if len(numbers):
                 yield numbers, [batch.column(name).to_pylist() for name in columns]
 
-    def _require(self, name: str, setting: str = "") -> None:
+    def require(self, name: str, setting: str = "") -> None:
+        """Raises UserError when the table lacks a column."""
         columns = self.rows.column_names
-        if name in columns:
-            return
-        remedy = f"; name one with --{setting}" if setting else ""
-        if name.partition(".")[0] in columns:
-            remedy += " (fields within objects are not read: make columns of them first)"
-        hint = did_you_mean(name, columns)
-        raise UserError(
-            f"{self.name} has no column {name!r}{hint}: it has {listing(columns)}{remedy}"
-        )
+        if name not in columns:
+            hint = did_you_mean(name, columns)
+            remedy = f"; name one with --{setting}" if setting else ""
+            raise UserError(
+                f"{self.name} has no column {name!r}{hint}: it has {listing(columns)}{remedy}"
+            )
 
     # --- which columns
 
@@ -160,7 +148,7 @@ class Table:
             return tuple(lowered[name] for name in usual if name in lowered)[:1]
         names = self.columns_of(value)
         for name in names:
-            self._require(name, setting)
+            self.require(name, setting)
         return tuple(names)
 
     def text_column(self, name: str | None, excluded: Iterable[str | None] = ()) -> str:
@@ -168,21 +156,22 @@ class Table:
         usual name, or the only text column that is not `excluded`. Raises UserError if none or
         several are possible."""
         columns = self.find_columns(name, USUAL_TEXT, "text_column")
-        if not columns:
-            others = [other for other in self.rows.column_names if other not in excluded]
-            columns = tuple(name for name in others if self._contains_text(name))
-            if len(columns) != 1:
-                hint = ""
-                if not self.name.endswith(("json", "jsonl", "parquet")):
-                    hint = " (or all with --column_names, if the first line is no header)"
-                raise self.ambiguous_column("text", "text_column", columns or others, hint)
-            if len(self.rows.column_names) == 1 and re.search(r"[;|\t]", columns[0]):
-                raise UserError(
-                    f"{self.name} has one column, {columns[0][:60]!r}: pass its --delimiter, or "
-                    "--column_names text if the first line is no header, or name it with "
-                    "--text_column"
-                )
-        return ",".join(columns)
+        if columns:
+            return ",".join(columns)
+        others = [other for other in self.rows.column_names if other not in excluded]
+        texts = [other for other in others if self._contains_text(other)]
+        if len(texts) != 1:
+            hint = ""
+            if not self.name.endswith(("json", "jsonl", "parquet")):
+                hint = " (or all with --column_names, if the first line is no header)"
+            raise self.ambiguous_column("text", "text_column", texts or others, hint)
+        if len(self.rows.column_names) == 1 and re.search(r"[;|\t]", texts[0]):
+            raise UserError(
+                f"{self.name} has one column, {texts[0][:60]!r}: pass its --delimiter, or "
+                "--column_names text if the first line is no header, or name it with "
+                "--text_column"
+            )
+        return texts[0]
 
     def _contains_text(self, column: str) -> bool:
         """Not numbers (strings in CSV) and not lists."""
@@ -202,7 +191,7 @@ class Table:
         self, what: str, setting: str, names: Sequence[str], hint: str = ""
     ) -> UserError:
         """The error if it is unclear which column is the text, the label, ..."""
-        remedy = "There is no other than the text"
+        remedy = "There is no other than the text (is the --delimiter right?)"
         if names:
             remedy = f"Name one of {listing(names)} with --{setting}"
         return UserError(f"{self.name}: which column is the {what}? {remedy}{hint}")

@@ -63,11 +63,6 @@ class Targets:
         raise NotImplementedError
 
     @classmethod
-    def text_columns(cls, settings: Any, table: Table, text_column: str) -> dict[str, str]:
-        """Setting -> column of further texts; rows in which one is empty are not used."""
-        return {}
-
-    @classmethod
     def find(cls, settings: Any, table: Table, text_column: str) -> Targets:
         """Infers the targets from the training table. Raises UserError if they are ambiguous."""
         raise NotImplementedError
@@ -98,9 +93,10 @@ class Targets:
         naming a row."""
         return np.zeros(len(table), np.int64)
 
-    def all_missing(self, table: Table) -> bool:
-        """Whether the column is missing or empty, as in the test splits of many hub data sets."""
-        return False
+    def missing(self, table: Table) -> np.ndarray:
+        """(samples,) bool: the rows without targets; all if the table lacks the column, as test
+        splits of many hub data sets do."""
+        return np.zeros(len(table), bool)
 
     def strata(self, encoded: np.ndarray) -> np.ndarray | None:
         """(samples,) the class of each sample, for a stratified validation split; None if there are

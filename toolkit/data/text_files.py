@@ -1,8 +1,6 @@
 """Text files: decompress, decode; CSV, TSV and plain text -> batches of rows.
 
-Cells of CSV and TSV stay text, as written: `007`, `null` and `NA` are texts. pyarrow converts them;
-before it, a regular expression finds the end of the last whole row in each block of the file, and
-where a file is not CSV, Python's csv module names the line.
+Cells of CSV and TSV stay text, as written: `007`, `null` and `NA` are texts.
 """
 
 from __future__ import annotations
@@ -13,23 +11,22 @@ import csv
 import gzip
 import io
 import itertools
-import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from toolkit.config import TextSettings
-from toolkit.errors import UserError, listing
+from toolkit.errors import UserError
 
 if TYPE_CHECKING:
     import pyarrow
 
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open}
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
-BLOCK_ROWS = 16_384
-_BLOCK_CHARACTERS = 4 << 20
-_MAX_ROW = 64 << 20
+BLOCK_ROWS = 512
+"""So few lists that the garbage collector does not visit them again and again: with 16,384 rows CSV
+takes four times as long."""
+_MAX_CELL = 64 << 20
 """Characters: bounds the memory that a quote without an end takes."""
 _LIKELY_ENCODINGS = ("utf-8", "gb18030", "big5")
 
@@ -106,167 +103,93 @@ def read_plain(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBat
             yield pyarrow.record_batch({"text": pyarrow.array(block, "string")})
 
 
-def in_blocks(items: Iterable[Any]) -> Iterator[list[Any]]:
-    """Lists of BLOCK_ROWS items; the last may be shorter."""
+def in_blocks(items: Iterable[Any], size: int | None = None) -> Iterator[list[Any]]:
+    """Lists of `size` items, or BLOCK_ROWS; the last may be shorter."""
     iterator = iter(items)
-    return iter(lambda: list(itertools.islice(iterator, BLOCK_ROWS)), [])
+    while block := list(itertools.islice(iterator, size or BLOCK_ROWS)):
+        yield block
 
 
-def check_columns(path: Path, names: Iterable[str]) -> None:
+def check_columns(path: Path, names: list[str]) -> None:
     """Raises UserError for duplicate names."""
-    duplicates = [name for name, count in Counter(names).items() if count > 1]
-    if duplicates:
-        columns = listing(map(repr, duplicates))
-        raise UserError(f"{path} has more than one column {columns}: rename them")
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"{path} has more than one column {name!r}: rename them")
 
 
 def read_csv(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
     """The rows of a CSV or TSV file. Raises UserError that names the line of a row with more or
     fewer cells than the header, or of a quote that is not closed at the end of its cell."""
+    import pyarrow
+
     with open_text(path, settings.encoding) as text:
-        yield from _CsvFile(path, settings).read(text)
+        delimiter = _delimiter(path, settings)
+        rows = _csv_rows(path, text, delimiter, settings)
+        names = settings.header or _column_names(path, next(rows, []))
+        check_columns(path, names)
+        first_row = 1
+        for block in in_blocks(rows):
+            columns = list(zip(*block, strict=True))
+            if any("\n" in "".join(cells) for cells in columns):
+                _refuse_swallowed_rows(path, block, first_row, delimiter)
+            yield pyarrow.record_batch([pyarrow.array(cells) for cells in columns], names)
+            first_row += len(block)
 
 
-class _CsvFile:
-    """A CSV or TSV file, read from its beginning to its end, once."""
-
-    def __init__(self, path: Path, settings: TextSettings) -> None:
-        self.path = path
-        self.quoted = settings.quoting == "csv"
-        self.delimiter = _delimiter(path, settings)
-        self.names = settings.header
-        self.lines = 0
-        """Lines before the current block."""
-        self.rows = 0
-        mark = re.escape(self.delimiter)
-        cell = rf"[^{mark}\r\n]*+"
-        if self.quoted:
-            cell = rf'(?:"[^"]*+(?:""[^"]*+)*+"|[^"{mark}\r\n][^{mark}\r\n]*+)?+'
-        row = rf"{cell}(?:{mark}{cell})*+\r?\n"
-        self.first_row = re.compile(row)
-        self.whole_rows = re.compile(rf"(?:{row})*+")
-
-    def read(self, text: io.TextIOWrapper) -> Iterator[pyarrow.RecordBatch]:
-        for block in self._blocks(text):
-            start = 0
-            if not self.names:
-                start = self._read_header(block)
-            check_columns(self.path, self.names)
-            table = self._parse(block, start)
-            if self.quoted:
-                self._refuse_swallowed_rows(table)
-            self.lines += block.count("\n")
-            self.rows += table.num_rows
-            yield from table.combine_chunks().to_batches()
-
-    def _blocks(self, text: io.TextIOWrapper) -> Iterator[str]:
-        """Whole rows, about _BLOCK_CHARACTERS at a time."""
-        rest = ""
-        while len(rest) < _MAX_ROW:
-            part = text.read(_BLOCK_CHARACTERS)
-            if not part and rest[-1:] not in ("", "\n"):
-                part = "\n"  # the last line's end is missing
-            if not part:
-                break
-            rest += part
-            whole = self.whole_rows.match(rest)
-            end = whole.end() if whole else 0
-            if end:
-                yield rest[:end]
-                rest = rest[end:]
-        if rest:
-            self._explain(rest)
-
-    def _read_header(self, block: str) -> int:
-        """Sets the columns' names, and returns the end of the header line."""
-        line = self.first_row.match(block)
-        assert line
-        (cells,) = self._python_rows(line[0])
-        if not any(cells):
-            raise UserError(f"{self.path} is empty, or its first line is: write the columns there")
-        # pandas leaves the name of its index empty
-        self.names = [name or f"Unnamed: {place}" for place, name in enumerate(cells)]
-        return line.end()
-
-    def _parse(self, block: str, start: int) -> pyarrow.Table:
-        import pyarrow.csv
-
-        quote: Any = '"' if self.quoted else False
-        text = pyarrow.string()
-        try:
-            return pyarrow.csv.read_csv(
-                pyarrow.py_buffer(block[start:].encode()),
-                pyarrow.csv.ReadOptions(column_names=self.names, block_size=2 * len(block) + 1024),
-                pyarrow.csv.ParseOptions(
-                    delimiter=self.delimiter, quote_char=quote, newlines_in_values=True
-                ),
-                pyarrow.csv.ConvertOptions(
-                    column_types=dict.fromkeys(self.names, text), strings_can_be_null=False
-                ),
-            )
-        except pyarrow.ArrowInvalid as error:
-            if "Empty CSV" in str(error):  # a header without rows
-                return pyarrow.schema([(name, text) for name in self.names]).empty_table()
-            self._explain(block)
-
-    def _python_rows(self, text: str) -> Any:
-        quoting: Any = csv.QUOTE_MINIMAL if self.quoted else csv.QUOTE_NONE
-        csv.field_size_limit(_MAX_ROW)
-        lines = io.StringIO(text, newline="")
-        return csv.reader(lines, delimiter=self.delimiter, quoting=quoting, strict=True)
-
-    def _explain(self, text: str) -> NoReturn:
-        """Raises UserError for the first invalid row of a text."""
-        rows = self._python_rows(text)
-        line = self.lines + 1
-        width = len(self.names)
-        fault = "a lone carriage return (\\r), or a quote that is no quote, ends a row: remove it"
-        try:
-            for cells in rows:
+def _csv_rows(
+    path: Path, text: io.TextIOWrapper, delimiter: str, settings: TextSettings
+) -> Iterator[list[str]]:
+    """The rows, blank lines left out, all as wide as the header or the first."""
+    quoting: Any = csv.QUOTE_MINIMAL if settings.quoting == "csv" else csv.QUOTE_NONE
+    csv.field_size_limit(_MAX_CELL)
+    reader = csv.reader(text, delimiter=delimiter, quoting=quoting, strict=True)
+    width = len(settings.header)
+    line = 1
+    try:
+        for cells in reader:
+            if cells:
                 width = width or len(cells)
-                if cells and len(cells) != width:
-                    fault = (
-                        f"{len(cells)} cells where the header has {width}: pass another "
-                        f"--delimiter than {self.delimiter!r} (and --quoting csv), or put the "
-                        "texts "
-                        "with it, or with a lone \\r, in double quotes"
+                if len(cells) != width:
+                    raise UserError(
+                        f"{path}, line {line}: {len(cells)} cells where the header has {width}: "
+                        f"pass another --delimiter than {delimiter!r} (and --quoting csv), or put "
+                        "the texts with it in double quotes"
                     )
-                    break
-                line = self.lines + rows.line_num + 1
-        except csv.Error as error:
-            fault = (
-                f"a double quote that begins a cell is not closed at its end ({error}): where "
-                "double quotes are part of the texts, pass --quoting none; else double it"
-            )
-        raise UserError(f"{self.path}, line {line}: {fault}")
+                yield cells
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise UserError(
+            f"{path}, line {line}: a double quote that begins a cell is not closed at its end, or "
+            f"a lone carriage return (\\r) ends a row ({error}): where double quotes are part of "
+            "the texts, pass --quoting none; else double them, and quote the cell with \\r"
+        ) from error
 
-    def _refuse_swallowed_rows(self, table: pyarrow.Table) -> None:
-        """Raises UserError for a quote that was not meant as one and takes in the rows up to the
-        next one: each line of its cell has as many cells as the header, and in some column a value
-        of other rows."""
-        import pyarrow.compute as pc
 
-        several = False
-        for column in table.columns:
-            several = pc.or_(several, pc.match_substring(column, "\n"))
-        rows = pc.indices_nonzero(several)
-        for row, cells in zip(rows.to_pylist(), table.take(rows).to_pylist(), strict=True):
-            lines = self.delimiter.join(cells.values()).splitlines()
-            parts = [line.split(self.delimiter) for line in lines]
-            widths = {len(part) for part in parts}
-            if widths == {table.num_columns} and self._recur(table, zip(*parts, strict=True)):
+def _column_names(path: Path, cells: list[str]) -> list[str]:
+    if not any(cells):
+        raise UserError(f"{path} is empty, or its first line is: write the columns there")
+    # pandas leaves the name of its index empty
+    return [name or f"Unnamed: {place}" for place, name in enumerate(cells)]
+
+
+def _refuse_swallowed_rows(
+    path: Path, block: list[list[str]], first_row: int, delimiter: str
+) -> None:
+    """Raises UserError for a quote that was not meant as one and takes in the rows up to the next
+    one: each line of its cell has as many cells as the header, and in some column each is a value
+    of other rows."""
+    columns = [set(cells) for cells in zip(*block, strict=True)]
+    for number, row in enumerate(block, first_row):
+        lines = [line.split(delimiter) for line in delimiter.join(row).splitlines()]
+        if len(lines) < 2 or any(len(line) != len(row) for line in lines):
+            continue
+        for values, cells in zip(columns, zip(*lines, strict=True), strict=True):
+            if all(cell.strip() and cell in values for cell in cells):
                 raise UserError(
-                    f"{self.path}, row {self.rows + row + 1}: a double quote that begins a cell "
-                    f"takes in {len(lines) - 1} rows after it: if double quotes are part of the "
-                    "texts, pass --quoting none; else double it"
+                    f"{path}, row {number}: a double quote that begins a cell takes in "
+                    f"{len(lines) - 1} rows after it: if double quotes are part of the texts, pass "
+                    "--quoting none; else double it"
                 )
-
-    def _recur(self, table: pyarrow.Table, columns: Iterable[tuple[str, ...]]) -> bool:
-        for column, cells in zip(table.columns, columns, strict=True):
-            others = set(column.unique().to_pylist())
-            if all(cell.strip() and cell in others for cell in cells):
-                return True
-        return False
 
 
 def _delimiter(path: Path, settings: TextSettings) -> str:
@@ -277,11 +200,3 @@ def _delimiter(path: Path, settings: TextSettings) -> str:
     if len(delimiter) != 1 or not delimiter.isascii() or delimiter in '"\r\n':
         raise UserError(f"--delimiter {settings.delimiter!r}: give one ASCII character, or tab")
     return delimiter
-
-
-def cast_batch(batch: pyarrow.RecordBatch, schema: pyarrow.Schema) -> pyarrow.Table:
-    """The batch with the columns and types of the schema; nulls in missing columns."""
-    import pyarrow
-
-    tables = [schema.empty_table(), pyarrow.Table.from_batches([batch])]
-    return pyarrow.concat_tables(tables, promote_options="permissive")

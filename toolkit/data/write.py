@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 from collections.abc import Iterable, Iterator
@@ -28,15 +29,15 @@ def write_rows(
     if kind == ".parquet":
         _write_parquet(draft, tables)
         return
-    lines: Iterator[str] = _json_lines(tables)
-    if kind in DELIMITERS:
-        lines = _csv_lines(tables, DELIMITERS[kind], quoting)
-    elif kind == ".json":
-        lines = _as_list(lines)
     opener = OPENERS.get(output.suffix.lower(), open)
     try:
         with opener(draft, "wt", encoding=encoding, newline="") as file:
-            file.writelines(lines)
+            if kind in DELIMITERS:
+                _write_csv(file, tables, DELIMITERS[kind], quoting)
+            elif kind == ".json":
+                _write_list(file, tables)
+            else:
+                file.writelines(f"{line}\n" for line in _json_lines(tables))
     except (UnicodeEncodeError, LookupError) as error:
         raise UserError(
             f"--encoding {encoding} cannot write {output}: {error}; use utf-8"
@@ -57,67 +58,45 @@ def output_format(path: Path) -> str:
 def _write_parquet(path: Path, tables: Iterable[Any]) -> None:
     import pyarrow.parquet
 
-    writer = None
-    try:
+    writer: Any = None
+    with contextlib.ExitStack() as stack:
         for table in tables:
             if writer is None:
-                writer = pyarrow.parquet.ParquetWriter(path, table.schema)
+                writer = stack.enter_context(pyarrow.parquet.ParquetWriter(path, table.schema))
             writer.write_table(table.cast(writer.schema))
-    finally:
-        if writer is not None:
-            writer.close()
 
 
-def _rows(table: Any) -> Iterator[tuple[Any, ...]]:
-    """Bytes, which older Spark wrote for strings, are text."""
-    columns = []
-    for column in table.columns:
-        cells = column.to_pylist()
-        if cells and any(isinstance(cell, bytes) for cell in cells):
-            cells = [cell and cell.decode(errors="backslashreplace") for cell in cells]
-        columns.append(cells)
-    return zip(*columns, strict=True)
-
-
-def _json_lines(tables: Iterable[Any]) -> Iterator[str]:
-    for table in tables:
-        for row in _rows(table):
-            yield f"{_as_json(dict(zip(table.column_names, row, strict=True)))}\n"
-
-
-def _as_list(lines: Iterable[str]) -> Iterator[str]:
-    before = "["
-    for line in lines:
-        yield before + line.rstrip("\n")
-        before = ",\n"
-    yield "]\n"
-
-
-def _csv_lines(tables: Iterable[Any], delimiter: str, quoting: bool) -> Iterator[str]:
+def _write_csv(file: Any, tables: Iterable[Any], delimiter: str, quoting: bool) -> None:
     """Lists and objects are JSON in a cell."""
-    written: list[str] = []
-    sink: Any = SimpleNamespace(write=written.append)
-    style: dict[str, Any] = {"quoting": csv.QUOTE_MINIMAL}
+    # where lines end in \n alone, csv does not quote a lone \r, which readers take for a row's end
+    lines: Any = SimpleNamespace(write=lambda row: file.write(row.removesuffix("\r\n") + "\n"))
+    style: dict[str, Any] = {}
     if not quoting:
         style = {"quoting": csv.QUOTE_NONE, "quotechar": None}
-    # a cell with a lone \r, which readers take for the end of a row, is quoted only if lines end
-    # in \r, too
-    writer = csv.writer(sink, delimiter=delimiter, lineterminator="\r\n", **style)
+    writer = csv.writer(lines, delimiter=delimiter, lineterminator="\r\n", **style)
     has_header = False
     for table in tables:
         if not has_header:
             writer.writerow(table.column_names)
             has_header = True
-        for row in _rows(table):
-            writer.writerow([_cell(cell) for cell in row])
-        yield from (line.removesuffix("\r\n") + "\n" for line in written)
-        written.clear()
+        for row in zip(*(column.to_pylist() for column in table.columns), strict=True):
+            writer.writerow(
+                _as_json(cell) if isinstance(cell, list | dict) else cell for cell in row
+            )
 
 
-def _cell(cell: Any) -> Any:
-    if isinstance(cell, list | dict):
-        return _as_json(cell)
-    return cell
+def _write_list(file: Any, tables: Iterable[Any]) -> None:
+    separator = ""
+    file.write("[")
+    for line in _json_lines(tables):
+        file.write(separator + line)
+        separator = ",\n"
+    file.write("]\n")
+
+
+def _json_lines(tables: Iterable[Any]) -> Iterator[str]:
+    for table in tables:
+        yield from map(_as_json, table.to_pylist())
 
 
 def _as_json(value: Any) -> str:

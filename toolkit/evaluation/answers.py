@@ -118,7 +118,7 @@ class ClassAnswers(Answers):
     def metrics(self, outputs: np.ndarray, truth: Sequence[Any]) -> dict[str, Any]:
         import datasets  # takes half a second with pandas; a run already has its labels as numbers
 
-        table = Table(datasets.Dataset.from_dict({"label": list(truth)}), "texts", "")
+        table = Table.of(datasets.Dataset.from_dict({"label": list(truth)}), "texts")
         encoded = self.labels.in_columns(table, ("label",)).encode(table)
         return classification_metrics(self.adjust_logits(outputs), encoded, self.labels)
 

@@ -16,11 +16,12 @@ from transformers.utils import cached_file
 
 from toolkit.config import ModelSettings
 from toolkit.config.sections import default_tokens_per_batch
+from toolkit.data.encode import split_of_texts
 from toolkit.data.labels import USUAL, Labels
-from toolkit.data.prepare import split_of_texts
 from toolkit.data.read import format_of
 from toolkit.data.table import Table
-from toolkit.data.tokens import Split, choose_max_length, load_tokenizer, separator_of
+from toolkit.data.tokenizer import choose_max_length, load_tokenizer, separator_of
+from toolkit.data.tokens import Split
 from toolkit.evaluation.answers import Answers, answers_for
 from toolkit.evaluation.outputs import BatchSizes
 from toolkit.launch import log_on_main
@@ -99,8 +100,7 @@ def choose_labels(name: str, table: Table, column: str | None, labels: Labels) -
     labels = labels.in_columns(table, columns)
     if len(columns) > 1:
         return labels
-    values = tuple(trained.get("label_values", ()))
-    return replace(labels, values=values, separator=trained.get("label_separator"))
+    return replace(labels, separator=trained.get("label_separator"))
 
 
 class SavedModel:

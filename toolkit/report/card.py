@@ -24,7 +24,7 @@ _HYPERPARAMETERS = (
     "optimizer steps", "global_batch_size", "max_tokens_per_batch", "weight_decay",
     "max_grad_norm", "label_smoothing_factor", "loss", "focal_gamma", "class_weights", "pos_weight",
     "sampling", "dropout", "LoRA", "num_hidden_layers", "teacher",
-    "min_length", "max_length", "max_target_length", "layerwise_lr_decay", "freeze_layers",
+    "max_length", "max_target_length", "layerwise_lr_decay", "freeze_layers",
     "reinit_layers", "ema_decay", "r_drop_alpha", "fgm_epsilon", "num_beams", "length_penalty",
     "no_repeat_ngram_size", "mixed_precision", "seed", "processes", "device",
 )  # fmt: skip

@@ -20,7 +20,7 @@ from toolkit.training.resume import NOT_OF_TRAINING
 
 LOSS_SETTINGS = {"loss", "focal_gamma", "class_weights", "pos_weight", "label_smoothing_factor"}
 """Settings that define the loss: losses of runs that differ in them cannot be compared."""
-_FILE_SETTINGS = {"train_file", "validation_file", "test_file", "dataset_name", "label_names_file"}
+_FILE_SETTINGS = {"train_file", "validation_file", "test_file", "dataset_name"}
 _NOT_SHOWN = NOT_OF_TRAINING - _FILE_SETTINGS - {"model_name_or_path"}
 _SIGNIFICANT = 0.05
 

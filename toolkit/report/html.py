@@ -134,7 +134,7 @@ def write_report_of_folder(folder: str | Path) -> Path:
     prepared = cache_folder() / "tokens" / str(digest)
     if last.numbers and (prepared / last.split).is_dir():
         split = load_split(prepared, last.split)
-        write_report(folder, last, split.texts(), split.groups())
+        write_report(folder, last, split.texts())
     else:
         if last.numbers:
             why = "the page has no texts, as this machine's cache lacks them"

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config import LongTextSettings, section_in
+from toolkit.data.encode import truncate_split
 from toolkit.evaluation import Evaluation
 from toolkit.training.optimizer import unwrapped_optimizer
 from toolkit.training.resume import Resumed
@@ -72,7 +73,7 @@ def evaluate_best_model(run: Run, evaluate: Evaluate) -> Results:
     truncated = None
     length = section_in(run.settings, LongTextSettings).compare_max_length
     if length:
-        short = split.truncate(run.tokenizer, length, name=f"{split.name}_first_{length}")
+        short = truncate_split(split, run.tokenizer, length, f"{split.name}_first_{length}")
         truncated = _answered(run, evaluate(short))
         run.files.append_evaluation(truncated, run.best.step, max_length=length)
     return Results(_answered(run, run.best_evaluation(split, evaluate)), truncated)

@@ -18,7 +18,7 @@ from tests.runs import assert_same_run, edit_json, failed, losses_of
 from toolkit.config import ModelSettings, TaskSettings, build
 from toolkit.data.labels import Labels
 from toolkit.data.prepare import prepare_data
-from toolkit.data.tokens import load_tokenizer
+from toolkit.data.tokenizer import load_tokenizer
 from toolkit.features.distillation.losses import distillation_losses
 from toolkit.features.distillation.teacher import add_teacher_logits
 from toolkit.models.classifier import load_classifier

@@ -20,7 +20,8 @@ from tests.test_architectures import assert_predicts
 from toolkit.config import ModelSettings
 from toolkit.data.batches import Batch, Collator
 from toolkit.data.labels import Labels
-from toolkit.data.tokens import Split, load_tokenizer
+from toolkit.data.tokenizer import load_tokenizer
+from toolkit.data.tokens import Split
 from toolkit.features.padding_free import attention as module
 from toolkit.features.padding_free.collator import PackedCollator, round_up
 from toolkit.models.classifier import load_classifier

@@ -24,7 +24,7 @@ from toolkit.features.predict.job import sibling
 def labels_of_file(
     labels: Labels, columns: dict[str, list[Any]], model: Any = "none", name: str | None = None
 ) -> Any:
-    table = Table(datasets.Dataset.from_dict({"text": ["good", "bad"], **columns}), "new.csv", "")
+    table = Table.of(datasets.Dataset.from_dict({"text": ["good", "bad"], **columns}), "new.csv", "")
     in_file: Any = choose_labels(str(model), table, name, labels)
     return in_file.encode(table).tolist()
 
@@ -45,10 +45,10 @@ def test_columns_are_matched_by_name() -> None:
 
 
 def test_the_label_column_of_the_training_file(tmp_path: Path) -> None:
-    """Also where this file has one with a more usual name; and the values that --label_names_file named."""
-    save_columns(tmp_path, label_columns=["mood"], label_values=["0", "1"])
+    """Also where this file has one with a more usual name."""
+    save_columns(tmp_path, label_columns=["mood"])
     labels = Labels("single_label_classification", ("pos", "neg"), ())
-    columns: dict[str, list[Any]] = {"label": [1, 1], "mood": [0, 1]}
+    columns: dict[str, list[Any]] = {"label": ["neg", "neg"], "mood": ["pos", "neg"]}
     assert labels_of_file(labels, columns, tmp_path) == [0, 1]
     assert labels_of_file(labels, columns, tmp_path, "label") == [1, 1]
     refusal(labels_of_file, labels, {}, match="which column is the label")

@@ -23,7 +23,7 @@ from tests.report.made import classifier
 from tests.runs import WAYS, lines_of, recipe
 from toolkit.cli import build_parser
 from toolkit.config import TextSettings
-from toolkit.data import read, table, write
+from toolkit.data import read, text_files, write
 from toolkit.data.labels import Labels
 from toolkit.features.predict import command as predict_file
 
@@ -63,7 +63,7 @@ def predicted(
     def run(
         name: str, *more: str, window: int = 16, source: Path = source, model: Path = model
     ) -> Path:
-        monkeypatch.setattr(table, "BATCH_ROWS", 8)
+        monkeypatch.setattr(text_files, "BLOCK_ROWS", 2)  # of which four are a batch
         monkeypatch.setattr(predict_file, "WINDOW_ROWS", window)
         words = [
             "predict",

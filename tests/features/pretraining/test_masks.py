@@ -232,9 +232,9 @@ def test_a_text_is_a_line_or_a_paragraph(tmp_path: Path) -> None:
     path.write_bytes(b"good film\r\nbad book\r\n\r\n\n  \nfine story\n")
     files = {"train_file": str(path), "validation_file": str(path)}
     settings = build(PretrainSettings, {**files, "sample_by": "paragraph"})
-    paragraphs = read_tables(settings.data, labelled=False)["train"]
+    paragraphs = read_tables(settings.data)["train"]
     assert list(paragraphs.rows["text"]) == ["good film\nbad book", "fine story"]
-    lines = read_tables(build(PretrainSettings, files).data, labelled=False)["train"]
+    lines = read_tables(build(PretrainSettings, files).data)["train"]
     assert [line.strip() for line in lines.rows["text"]] == [
         "good film",
         "bad book",
@@ -243,7 +243,6 @@ def test_a_text_is_a_line_or_a_paragraph(tmp_path: Path) -> None:
         "",
         "fine story",
     ]
-    refusal(read_tables, settings.data, match="toolkit predict")
 
 
 @pytest.mark.parametrize("value", ["0", "1", "1.5", "a", "-0.1"])

@@ -197,7 +197,7 @@ def test_a_stopped_sweep_continues(
     (["--search", "seed=1"], "NAME=A,B,C"),
     (["--search", "config_file=a,b"], "unknown setting --config_file"),
     ([], "needs --search NAME=VALUES or --seeds N"),
-    (["--search", "class_weights=balanced,effective", "--metric_for_best_model", "loss"], "--metric_for_best_model"),
+    (["--search", "class_weights=balanced,pos=2", "--metric_for_best_model", "loss"], "--metric_for_best_model"),
     (["--seeds", "2", "--sead", "1"], "unknown setting --sead (did you mean seed?)"),
 ])  # fmt: skip
 def test_faults_are_named_before_anything_runs(

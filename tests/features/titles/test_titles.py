@@ -32,7 +32,7 @@ from tests.test_long import converted
 from toolkit.config import PretrainedSettings
 from toolkit.data.batches import GlobalBatches, Inputs
 from toolkit.data.jieba_tokenizer import WordBackend
-from toolkit.data.tokens import load_tokenizer
+from toolkit.data.tokenizer import load_tokenizer
 from toolkit.features.titles.evaluation import Writer
 from toolkit.features.titles.model import load_title_model
 from toolkit.features.titles.readable import readable

@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 from tests.splits import of_lengths
 from toolkit import launch
 from toolkit.config import PretrainedSettings, TrainingSettings
-from toolkit.data.tokens import load_tokenizer
+from toolkit.data.tokenizer import load_tokenizer
 from toolkit.evaluation import Evaluation, Outputs
 from toolkit.evaluation.outputs import BatchSizes
 from toolkit.features.titles.data import TitleCollator, TitleSplit

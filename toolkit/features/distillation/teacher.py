@@ -15,14 +15,13 @@ from toolkit import launch
 from toolkit.config import ModelSettings, TaskSettings
 from toolkit.data.labels import Labels
 from toolkit.data.prepare import Data
-from toolkit.data.tokens import (
-    LengthBuckets,
-    Split,
+from toolkit.data.tokenizer import (
     choose_max_length,
     fingerprint,
     has_token_types,
     load_tokenizer,
 )
+from toolkit.data.tokens import LengthBuckets, Split
 from toolkit.errors import UserError, first_line, listing
 from toolkit.evaluation.answers import ClassAnswers, labels_of
 from toolkit.evaluation.outputs import predict

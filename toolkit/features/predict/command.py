@@ -177,7 +177,7 @@ def _tokenized(
     for place, window in enumerate(windows_of(job.table)):
         if place % shards != number - 1 or window.part in finished:
             continue
-        rows = Table(datasets.Dataset(window.rows, fingerprint="rows"), job.table.name, "")
+        rows = Table.of(datasets.Dataset(window.rows, fingerprint="rows"), job.table.name)
         texts = job.saved.read_texts(rows, job.columns)
         split = job.saved.tokenize(texts, _identity(job, window))
         ids = window.start + np.arange(len(split))

@@ -10,16 +10,10 @@ from typing import Any
 import numpy as np
 
 from toolkit.data.batches import IGNORED, Batch, Collator
+from toolkit.data.encode import encode_blocks, save_texts, save_tokens
 from toolkit.data.table import Table, TextBlock
 from toolkit.data.targets import Targets
-from toolkit.data.tokens import (
-    Split,
-    encode_blocks,
-    gather_slices,
-    read_lines,
-    save_texts,
-    save_tokens,
-)
+from toolkit.data.tokens import Split, gather_slices, read_lines
 from toolkit.errors import UserError
 from toolkit.utils.extras import require_extra
 
@@ -99,10 +93,6 @@ class Titles(Targets):
         return {"title_column": data.title_column, "max_target_length": data.max_target_length}
 
     @classmethod
-    def text_columns(cls, settings: Any, table: Table, text_column: str) -> dict[str, str]:
-        return {"title_column": cls.find(settings, table, text_column).column}
-
-    @classmethod
     def find(cls, settings: Any, table: Table, text_column: str) -> Titles:
         columns = table.find_columns(settings.data.title_column, USUAL, "title_column")
         texts = table.columns_of(text_column)
@@ -114,10 +104,10 @@ class Titles(Targets):
             raise UserError(f"{table.name}: {why}: name --text_column and --title_column")
         return cls(columns[0], settings.data.max_target_length)
 
-    def all_missing(self, table: Table) -> bool:
+    def missing(self, table: Table) -> np.ndarray:
         if self.column not in table.rows.column_names:
-            return True
-        return not any(map(any, self._titles(table)))
+            return np.ones(len(table), bool)
+        return np.array([not title for block in self._titles(table) for title in block])
 
     def save(self, folder: Path, table: Table, encoded: np.ndarray, tokenizer: Any) -> list[str]:
         """Writes `target_ids`, `target_offsets`, unused `labels`, and, for validation and test, the

@@ -1,0 +1,269 @@
+"""Texts -> tokens: in memory, or appended to files as they come."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from toolkit.data.table import TextBlock
+from toolkit.data.tokens import Split, load_split, of_model, read_lines
+from toolkit.utils.cache import cached_folder
+from toolkit.utils.progress import Progress
+
+_BLOCK_TEXTS = 2000
+# characters per token of max_length: of longer texts only the beginning is tokenized, if that is
+# certain to be enough
+_LONG_TEXT = 64
+_CUT = 16
+
+
+class Block(NamedTuple):
+    """The tokens of some texts."""
+
+    ids: np.ndarray
+    """(tokens,) int32, one text after another."""
+    lengths: np.ndarray
+    """(texts,) int64."""
+    types: np.ndarray | None
+    """(tokens,) int8, of pairs, if the tokenizer has them."""
+    truncated: int
+    """Texts that were truncated."""
+
+
+def encode_blocks(
+    tokenizer: Any, blocks: Iterable[TextBlock], max_length: int, total: int, what: str = "tokens"
+) -> Iterator[Block]:
+    """Blocks of texts -> blocks of their tokens, at most `max_length` of each text; the longer text
+    of a pair is truncated first. Tokenizes the next texts while the caller writes these. `what`,
+    `total` (texts): for progress."""
+    # a copy: its truncation setting would be saved with the model by the process that tokenized
+    tokenizer = copy.deepcopy(tokenizer)
+    # sets the truncation once, before the threads
+    tokenizer(["a"], truncation="longest_first", max_length=max_length)
+    encode = _encode_slowly
+    workers = 1
+    if getattr(tokenizer, "is_fast", False):
+        encode = _encode_fast
+        workers = 2  # one waits for the tokenizer's own threads while the other makes arrays
+    bar = Progress(what, total, "texts")
+    done = 0
+    with ThreadPoolExecutor(workers, "tokenize") as threads:
+        pending = []
+        for texts, pairs in blocks:
+            pending.append(threads.submit(encode, tokenizer, max_length, texts, pairs))
+            if len(pending) > 3:
+                block = pending.pop(0).result()
+                yield block
+                done += len(block.lengths)
+                bar.update(done)
+        for future in pending:
+            yield future.result()
+    bar.close()
+
+
+def _encode_fast(
+    tokenizer: Any, max_length: int, texts: Sequence[str], pairs: Sequence[str] | None
+) -> Block:
+    """By the tokenizer's backend: transformers' own call takes twice as long."""
+    types = None
+    if pairs is None:
+        inputs = cut_long_texts(tokenizer, texts, max_length)
+        encodings = tokenizer.backend_tokenizer.encode_batch_fast(inputs)
+    else:
+        both = list(zip(texts, pairs, strict=True))
+        encodings = tokenizer.backend_tokenizer.encode_batch_fast(both)
+        if "token_type_ids" in tokenizer.model_input_names:
+            types = [each.type_ids for each in encodings]
+    truncated = sum(bool(each.overflowing) for each in encodings)
+    return _block([each.ids for each in encodings], types, truncated)
+
+
+def _encode_slowly(
+    tokenizer: Any, max_length: int, texts: Sequence[str], pairs: Sequence[str] | None
+) -> Block:
+    """A tokenizer written in Python."""
+    has_types = pairs is not None and "token_type_ids" in tokenizer.model_input_names
+    batch = tokenizer(
+        texts,
+        text_pair=pairs,
+        truncation="longest_first",
+        max_length=max_length,
+        return_attention_mask=False,
+        return_token_type_ids=has_types,
+    )
+    return _block(batch["input_ids"], batch.get("token_type_ids"), 0)
+
+
+def _block(ids: list[list[int]], types: list[list[int]] | None, truncated: int) -> Block:
+    lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+    count = int(lengths.sum())
+    flat_ids = np.fromiter(itertools.chain.from_iterable(ids), np.int32, count)
+    flat_types = None
+    if types is not None:
+        flat_types = np.fromiter(itertools.chain.from_iterable(types), np.int8, count)
+    return Block(flat_ids, lengths, flat_types, truncated)
+
+
+def cut_long_texts(tokenizer: Any, texts: Sequence[str], max_length: int) -> Sequence[str]:
+    """The texts, the very long ones (15 MB take 2.3 GB in the tokenizer) cut if this leaves their
+    first `max_length` tokens as they are: each word is tokenized alone, and the cut can only change
+    the last words."""
+    backend = tokenizer.backend_tokenizer
+    limit = _LONG_TEXT * max_length
+    places = [place for place, text in enumerate(texts) if len(text) > limit]
+    # a segmenter of words needs whole texts
+    if not places or tokenizer.truncation_side != "right" or hasattr(backend, "segmenter"):
+        return texts
+    cut = list(texts)
+    starts = [texts[place][: _CUT * max_length] for place in places]
+    for place, start, each in zip(places, starts, backend.encode_batch(starts), strict=True):
+        overflowing = [each, *each.overflowing]
+        last_word = max(filter(None, each.word_ids), default=0)
+        end_word = max(filter(None, overflowing[-1].word_ids), default=0)
+        if end_word >= last_word + 3:
+            cut[place] = start
+    return cut
+
+
+# --- in memory
+
+
+def encode_texts(
+    tokenizer: Any, texts: Sequence[str], max_length: int, pairs: Sequence[str] | None = None
+) -> dict[str, np.ndarray]:
+    """Texts (and second texts) in memory -> `input_ids`, `offsets`, and `token_types` of pairs if
+    there are any."""
+    parts = [slice(start, start + _BLOCK_TEXTS) for start in range(0, len(texts), _BLOCK_TEXTS)]
+    pending = ((texts[part], None if pairs is None else pairs[part]) for part in parts)
+    blocks = list(encode_blocks(tokenizer, pending, max_length, len(texts)))
+    ids, lengths, types, _ = zip(*blocks, strict=True)
+    arrays = {
+        "input_ids": np.concatenate(ids),
+        "offsets": np.append(0, np.concatenate(lengths).cumsum()),
+    }
+    if types[0] is not None:
+        arrays["token_types"] = np.concatenate(types)
+    return arrays
+
+
+def truncate_split(split: Split, tokenizer: Any, max_length: int, name: str) -> Split:
+    """The same samples with at most `max_length` tokens each, for a split whose texts are saved."""
+    texts: Any = read_lines(split.folder / "texts.jsonl")
+    pairs: Any = None
+    if not isinstance(texts[0], str):
+        texts, pairs = zip(*texts, strict=True)
+    arrays: dict[str, Any] = encode_texts(tokenizer, texts, max_length, pairs)
+    if split.token_types is None:  # the model may have none
+        arrays.pop("token_types", None)
+    return replace(split, name=name, **arrays)
+
+
+def split_of_texts(
+    name: str,
+    tokenizer: Any,
+    model_config: Any,
+    max_length: int,
+    texts: Sequence[str],
+    pairs: Sequence[str] | None = None,
+    shared_as: str | None = None,
+) -> Split:
+    """A split of texts (and second texts of pairs) in memory; all labels are 0.
+
+    With `shared_as`, a digest, it lies in a cache folder that one process per machine writes and
+    the caller removes."""
+
+    def encode() -> dict[str, np.ndarray]:
+        rows = np.arange(len(texts), dtype=np.int64)
+        arrays = encode_texts(tokenizer, texts, max_length, pairs)
+        return arrays | {"rows": rows, "labels": np.zeros_like(rows)}
+
+    if shared_as is None:
+        return Split(name, Path(), **of_model(encode(), model_config))
+    with cached_folder("tokens", shared_as, None, "texts to predict") as (folder, draft):
+        if draft:
+            (draft / name).mkdir()
+            for file, array in encode().items():
+                np.save(draft / name / f"{file}.npy", array)
+    return load_split(folder, name, model_config)
+
+
+# --- files
+
+
+def save_texts(path: Path, blocks: Iterable[TextBlock]) -> Iterator[TextBlock]:
+    """Yields the blocks, and writes each text, or pair, as a line of JSON."""
+    with path.open("w", encoding="utf-8") as file:
+        for texts, pairs in blocks:
+            items = texts if pairs is None else zip(texts, pairs, strict=True)
+            file.writelines(json.dumps(item, ensure_ascii=False) + "\n" for item in items)
+            yield texts, pairs
+
+
+@contextlib.contextmanager
+def append_to_npy(path: Path, dtype: Any) -> Iterator[Callable[[np.ndarray], None]]:
+    """Yields a function that appends arrays to a new .npy file: numpy's header has room for any
+    length."""
+    length = 0
+
+    def write_header() -> None:
+        kind = np.lib.format.dtype_to_descr(np.dtype(dtype))
+        header = {"descr": kind, "fortran_order": False, "shape": (length,)}
+        np.lib.format.write_array_header_1_0(file, header)
+
+    def append(array: np.ndarray) -> None:
+        nonlocal length
+        length += len(array)
+        file.write(np.ascontiguousarray(array, dtype).data)
+
+    with path.open("wb") as file:
+        write_header()
+        yield append
+        file.seek(0)
+        write_header()
+
+
+@dataclass
+class Counts:
+    truncated: int = 0
+    """Texts longer than `max_length`."""
+    unknown: int = 0
+    """Unknown tokens."""
+    tokens: int = 0
+
+
+def save_tokens(
+    folder: Path,
+    blocks: Iterable[Block],
+    ids: str = "input_ids",
+    offsets: str = "offsets",
+    unknown: int | None = None,
+) -> Counts:
+    """Appends blocks of tokens to .npy files in a folder as they come. `unknown`: the id of the
+    unknown token."""
+    counts = Counts()
+    with contextlib.ExitStack() as files:
+        append = files.enter_context(append_to_npy(folder / f"{ids}.npy", np.int32))
+        append_ends = files.enter_context(append_to_npy(folder / f"{offsets}.npy", np.int64))
+        append_ends(np.zeros(1, np.int64))
+        append_types = None
+        for block in blocks:
+            append(block.ids)
+            append_ends(counts.tokens + np.cumsum(block.lengths))
+            if block.types is not None:
+                if append_types is None:
+                    path = folder / "token_types.npy"
+                    append_types = files.enter_context(append_to_npy(path, np.int8))
+                append_types(block.types)
+            counts.tokens += len(block.ids)
+            counts.truncated += block.truncated
+            counts.unknown += int((block.ids == unknown).sum())
+    return counts

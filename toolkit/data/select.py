@@ -1,0 +1,203 @@
+"""Tables -> the rows of each split that take part, checked before any is tokenized."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from toolkit.data.table import Table
+from toolkit.data.targets import Targets, targets_of
+from toolkit.data.tokenizer import separator_of
+from toolkit.errors import UserError, listing
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Rows of a table with their targets."""
+
+    table: Table
+    targets: np.ndarray
+    """(samples, ...), of `Targets.encode`."""
+    hashes: np.ndarray
+    """(samples,) int64, of the texts, valid in this process."""
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    def select(self, places: np.ndarray) -> Samples:
+        """The samples at these ascending places."""
+        return Samples(self.table.select(places), self.targets[places], self.hashes[places])
+
+
+class Selection(NamedTuple):
+    splits: dict[str, Samples]
+    targets: Targets
+    notes: list[str]
+    """Lines for the user."""
+
+
+def select_samples(settings: Any, tokenizer: Any, tables: Mapping[str, Table]) -> Selection:
+    """Finds the columns and the targets in the training table, and selects the rows of all splits.
+    Raises UserError naming rows without a text or a target, unless `--drop_empty_text` allows
+    them."""
+    data = settings.data
+    notes = []
+    predicted = _find_predicted(settings, tables["train"])
+    columns = _find_texts(settings, tables["train"], predicted)
+    joined = tables["train"].columns_of(columns[0])
+    separator = separator_of(tokenizer)
+    if len(joined) > 1:
+        notes.append(f"columns {', '.join(joined)} are one text, with {separator} between them")
+    with_texts = {}
+    for split, table in tables.items():
+        read = replace(table, text_columns=columns, separator=separator)
+        with_texts[split] = _with_texts(read, data.drop_empty_text)
+    train, _ = with_texts["train"]
+    targets = targets_of(settings).find(settings, train, columns[0])
+    what = str(targets.column_setting).removesuffix("_column")
+    where = f"{what} in column {listing(map(repr, predicted))}"
+
+    splits = {}
+    for split, (table, hashes) in with_texts.items():
+        missing = targets.missing(table)
+        if split == "test" and missing.all():
+            notes.append(f"test has no {what}s: it is left out (`toolkit predict` labels it)")
+            continue
+        for column in predicted:
+            table.require(column)
+        places = _filled(table, missing, where, f"{what}_column", data.drop_empty_text)
+        table = table.select(places)
+        splits[split] = Samples(table, targets.encode(table), hashes[places])
+        dropped = len(tables[split]) - len(table)
+        if dropped:
+            names = " or ".join([*columns, *predicted])
+            notes.append(f"{split}: {dropped} rows with an empty {names} are left out")
+
+    if "validation" not in splits:
+        notes.append(_hold_out(splits, targets, settings))
+    notes.extend(_limit(splits, settings))
+    notes.extend(_overlaps(splits))
+    return Selection(splits, targets, notes)
+
+
+def data_seed(settings: Any) -> int:
+    """The seed that rows are drawn with: `--data_seed`, or the run's seed."""
+    if settings.data.data_seed is None:
+        return int(settings.training.seed)
+    return int(settings.data.data_seed)
+
+
+def _find_predicted(settings: Any, train: Table) -> tuple[str, ...]:
+    """The columns of targets."""
+    targets = targets_of(settings)
+    setting = targets.column_setting
+    if setting is None:
+        return ()
+    return train.find_columns(getattr(settings.data, setting), targets.usual_columns, setting)
+
+
+def _find_texts(settings: Any, train: Table, predicted: tuple[str, ...]) -> tuple[str, ...]:
+    """The column of texts, and of second texts if there are any."""
+    data = settings.data
+    pair = getattr(data, "text_pair", None)
+    text = train.text_column(data.text_column, [*predicted, pair])
+    pair = train.pair_column(pair, text)
+    columns = (text, pair) if pair else (text,)
+    both = {name for column in columns for name in train.columns_of(column)}.intersection(predicted)
+    if both:
+        raise UserError(
+            f"{train.name}: column {listing(sorted(both))} is to be read and predicted: name "
+            f"another --{targets_of(settings).column_setting}"
+        )
+    return columns
+
+
+def _with_texts(table: Table, drop_empty: bool) -> tuple[Table, np.ndarray]:
+    """The rows in which no text is blank, and (rows,) hashes of their texts."""
+    blank = [np.zeros(0, bool)]
+    hashes = [np.zeros(0, np.int64)]
+    for block in table.text_blocks(table.text_columns, table.separator):
+        rows = list(zip(*block, strict=True))
+        blank.append(np.array([not all(map(str.strip, row)) for row in rows]))
+        hashes.append(np.fromiter(map(hash, rows), np.int64, len(rows)))
+    what = f"text in column {' or '.join(map(repr, table.text_columns))}"
+    places = _filled(table, np.concatenate(blank), what, "text_column", drop_empty)
+    return table.select(places), np.concatenate(hashes)[places]
+
+
+def _filled(
+    table: Table, blank: np.ndarray, what: str, setting: str, drop_empty: bool
+) -> np.ndarray:
+    """The places of the rows that are not blank. Raises UserError if all are, or, unless they may
+    be dropped, some."""
+    if blank.all():
+        raise UserError(f"{table.name}: every {what} is empty: name another with --{setting}")
+    if blank.any() and not drop_empty:
+        hint = ""
+        if table.name.endswith(".txt"):
+            hint = " (or --sample_by paragraph, if they separate texts)"
+        rows = table.listing(table.row_numbers[blank])
+        raise UserError(
+            f"{table.name}: the {what} is empty in {blank.sum()} of {len(blank)} rows (rows "
+            f"{rows}): fill them, or pass --drop_empty_text{hint}"
+        )
+    return np.flatnonzero(~blank)
+
+
+def _hold_out(splits: dict[str, Samples], targets: Targets, settings: Any) -> str:
+    """Moves rows of `train` to `validation`, the same share of each class, and returns a
+    note. Raises UserError for too few rows."""
+    from sklearn.model_selection import train_test_split
+
+    share = settings.data.validation_split
+    seed = data_seed(settings)
+    samples = splits["train"]
+    places = np.arange(len(samples))
+    strata = targets.strata(samples.targets)
+    if strata is not None:
+        repeats = np.bincount(strata)[strata] > 1  # a class of one row can only be trained on
+        places = places[repeats]
+        strata = strata[repeats]
+    count = max(1, round(len(places) * share))
+    if count >= len(places):
+        raise UserError(
+            f"{samples.table.name}: {len(places)} rows whose class is not theirs alone are too few "
+            f"to hold out a part of {share:g} for validation: pass --validation_file, or another "
+            "--validation_split; is the label column right?"
+        )
+    if strata is not None and min(count, len(places) - count) < len(np.unique(strata)):
+        strata = None  # too few rows for some of each class
+    _, validation = train_test_split(places, test_size=count, random_state=seed, stratify=strata)
+    held_out = np.zeros(len(samples), bool)
+    held_out[validation] = True
+    splits["train"] = samples.select(np.flatnonzero(~held_out))
+    splits["validation"] = samples.select(np.flatnonzero(held_out))
+    how = f"--validation_split {share:g}, seed {seed}"
+    return f"train: {count} of {len(samples)} rows are held out for validation ({how})"
+
+
+def _limit(splits: dict[str, Samples], settings: Any) -> Iterator[str]:
+    """Replaces splits by at most `--max_train_samples` or `--max_eval_samples` of their rows, drawn
+    by the seed, in their order, and yields notes."""
+    for split, samples in splits.items():
+        setting = "max_train_samples" if split == "train" else "max_eval_samples"
+        limit = getattr(settings.data, setting)
+        if limit is not None and limit < len(samples):
+            order = np.random.default_rng(data_seed(settings)).permutation(len(samples))
+            splits[split] = samples.select(np.sort(order[:limit]))
+            yield f"{split}: {limit} of {len(samples)} rows are used (--{setting})"
+
+
+def _overlaps(splits: Mapping[str, Samples]) -> Iterator[str]:
+    """Notes on texts (or pairs) of another split that are also in the training data."""
+    for split, samples in splits.items():
+        seen = np.isin(samples.hashes, splits["train"].hashes)
+        if split != "train" and seen.any():
+            rows = listing(row + 1 for row in samples.table.row_numbers[seen])
+            yield (
+                f"{split}: {seen.sum()} of {len(seen)} texts are also in the training data: its "
+                f"scores will be too high (rows {rows})"
+            )

@@ -1,0 +1,96 @@
+"""The tokenizer of a model: loads it, identifies it, and compares it with the model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from toolkit import pretrained
+from toolkit.config import PretrainedSettings
+from toolkit.data.jieba_tokenizer import MARK, load_words_first, words_first
+from toolkit.errors import UserError
+
+_OWN_POSITIONS = ("camembert", "mpnet", "longformer", "data2vec-text", "xmod")
+"""Architectures that count positions from pad_token_id + 1, as RoBERTa does."""
+
+
+def load_tokenizer(settings: PretrainedSettings) -> Any:
+    """One that puts the CLS token first pads on the right: padding before it would shift BERT's
+    positions, and a text's outputs would depend on the longest of its batch. Raises UserError when
+    there is none, it cannot pad, or it does not support `--tokenizer`."""
+    name = str(settings.model_name_or_path)
+    if settings.tokenizer == "jieba":
+        with pretrained.explain_load_errors(name) as path:
+            tokenizer = load_words_first(path)
+        pretrained.refuse_unusable(tokenizer, name)
+    else:
+        tokenizer = pretrained.load_plain_tokenizer(name)
+        if getattr(tokenizer, "init_kwargs", {}).get(MARK):
+            tokenizer = words_first(tokenizer)
+    begins_with_cls = tokenizer.cls_token_id in tokenizer("a")["input_ids"][:1]
+    if begins_with_cls:
+        tokenizer.padding_side = "right"
+    return tokenizer
+
+
+def separator_of(tokenizer: Any) -> str:
+    """Joins the texts of several columns: a special token, which no tokenizer drops as white
+    space."""
+    return str(tokenizer.sep_token or tokenizer.eos_token or "\n")
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """Equal for tokenizers that make the same tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        state = json.loads(backend.to_str())
+        state.pop("truncation", None)
+        state.pop("padding", None)
+        described = json.dumps([state, tokenizer.truncation_side], sort_keys=True)
+    else:
+        described = json.dumps([sorted(tokenizer.get_vocab().items()), repr(tokenizer)])
+    described += getattr(backend, "segmenter", "")
+    return hashlib.sha256(f"{type(tokenizer).__name__}{described}".encode()).hexdigest()[:32]
+
+
+def refuse_foreign_tokenizer(tokenizer: Any, config: Any) -> None:
+    """Raises UserError when the tokenizer has more tokens than the model has embeddings."""
+    rows = getattr(pretrained.encoder_config(config), "vocab_size", None)
+    if rows and len(tokenizer) > rows:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens and the model {rows}: they are of "
+            "different models; put the model's tokenizer files into its folder"
+        )
+
+
+def has_token_types(config: Any) -> bool:
+    """Whether the model has a token type for each text of a pair; else only the separator
+    distinguishes them."""
+    return getattr(pretrained.encoder_config(config), "type_vocab_size", 2) != 1
+
+
+def choose_max_length(
+    max_length: int | None, tokenizer: Any, config: Any, pair: bool = False
+) -> int:
+    """`max_length`, or by default the model's limit. Raises UserError if the model has fewer
+    positions."""
+    config = pretrained.encoder_config(config)
+    positions = getattr(config, "max_position_embeddings", None) or 0
+    kind = getattr(config, "model_type", "")
+    if positions and ("roberta" in kind or kind in _OWN_POSITIONS):
+        positions -= (config.pad_token_id or 0) + 1
+    if max_length is None:
+        limits = [positions, tokenizer.model_max_length]
+        return min((limit for limit in limits if 0 < limit < 10**6), default=512)
+    special = tokenizer.num_special_tokens_to_add(pair)
+    if max_length <= special:
+        raise UserError(
+            f"--max_length {max_length} leaves no token for the text: the tokenizer adds {special} "
+            "special tokens"
+        )
+    if 0 < positions < max_length:
+        raise UserError(
+            f"--max_length {max_length}: the model has {positions} positions; pass at most that"
+        )
+    return max_length
