@@ -90,7 +90,8 @@ def signature(thing):
 
 def api():
     """The names that `import toolkit` offers, with their docstrings (Markdown)."""
-    for name in sorted(toolkit._MODULES, key=str.lower):
+    offered = [name for names in toolkit._OFFERED.values() for name in names]
+    for name in sorted(offered, key=str.lower):
         thing = getattr(toolkit, name)
         yield f"\n### {name}\n"
         yield f"````{{py:{'class' if inspect.isclass(thing) else 'function'}}} toolkit.{name}{signature(thing)}\n"
