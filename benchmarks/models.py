@@ -1,4 +1,4 @@
-"""The speed of the models of docs/which-model.md compared with BERT-base: forward and backward of 8 x 128 tokens, in
+"""The speed of the models of docs/models.md compared with BERT-base: forward and backward of 8 x 128 tokens, in
 fp32 on a CPU, with random weights of the published sizes. Nothing is downloaded.
 
     python benchmarks/models.py                       every model, some minutes

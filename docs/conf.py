@@ -90,9 +90,10 @@ def signature(thing):
 
 def api():
     """The names that `import toolkit` offers, with their docstrings (Markdown)."""
-    for name in sorted(toolkit._MODULES, key=str.lower):
+    offered = [name for names in toolkit._OFFERED.values() for name in names]
+    for name in sorted(offered, key=str.lower):
         thing = getattr(toolkit, name)
-        yield f"\n## {name}\n"
+        yield f"\n### {name}\n"
         yield f"````{{py:{'class' if inspect.isclass(thing) else 'function'}}} toolkit.{name}{signature(thing)}\n"
         yield inspect.getdoc(thing) or ""
         for method, function in vars(thing).items() if inspect.isclass(thing) else ():
@@ -107,7 +108,7 @@ def settings():
         s: None for task in config.tasks().values() for s in config.sections_of(task).values()
     }
     for section in sections:
-        yield f"\n## {(inspect.getdoc(section) or '').partition(chr(10))[0].rstrip('.')} ({section.__name__})\n"
+        yield f"\n### {(inspect.getdoc(section) or '').partition(chr(10))[0].rstrip('.')} ({section.__name__})\n"
         yield "| setting | | values | default |\n|---|---|---|---|"
         for name, field in config.fields_of(section).items():
             values = " ".join(f"`{value}`" for value in metavar(field.annotation).split("|"))
@@ -127,7 +128,7 @@ def commands():
         words = [sys.executable, "-m", *command.split(), "--help"]
         shown = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         parts.append(
-            f"\n## {command}\n\n```text\n{shown.replace(str(Path.home()), '~').rstrip()}\n```"
+            f"\n### {command}\n\n```text\n{shown.replace(str(Path.home()), '~').rstrip()}\n```"
         )
     return parts
 

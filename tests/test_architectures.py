@@ -1,4 +1,4 @@
-"""Architectures that people use, each with recipes/cls.py; docs/models.md has the table."""
+"""Architectures that people use, each with recipes/cls.py; docs/models.md says what was measured."""
 
 import functools
 import json

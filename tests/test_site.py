@@ -2,7 +2,9 @@
 
 import importlib.util
 import re
+import runpy
 import sys
+import types
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
@@ -31,6 +33,27 @@ class Page(HTMLParser):
                 self.links.append(unquote(value))
             if name in ("id", "name") and value:
                 self.anchors.add(value)
+
+
+@pytest.mark.slow
+def test_the_parts_that_are_made_from_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Sphinx, of which docs/conf.py needs a class and a table."""
+    search = types.SimpleNamespace(SearchLanguage=object, languages={})
+    monkeypatch.setitem(sys.modules, "sphinx", types.ModuleType("sphinx"))
+    monkeypatch.setitem(sys.modules, "sphinx.search", search)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name, value in (("COLUMNS", "100"), ("HF_HUB_OFFLINE", "1")):  # which it sets
+        monkeypatch.setenv(name, value)
+    tags = types.SimpleNamespace(has=lambda tag: False)
+    conf = runpy.run_path(str(ROOT / "docs" / "conf.py"), init_globals={"tags": tags})
+    pages = {
+        name: conf["markdown"](f"docs/{name}", (ROOT / "docs" / f"{name}.md").read_text())
+        for name in ("api", "settings")
+    }
+    assert "### Run\n" in pages["api"]
+    assert "| `--global_batch_size` |" in pages["settings"]
+    assert "usage: toolkit predict" in pages["settings"]
+    assert "made here" not in "".join(pages.values())
 
 
 @pytest.fixture(scope="module")

@@ -179,7 +179,8 @@ def _advice(counts: np.ndarray, rows: int, labels: Labels) -> str:
         )
         remedy = "--class_weights balanced, --sampling balanced or --loss focal make"
     return (
-        f"{fault}; {remedy} the rare ones count, and f1_macro shows them (docs/uneven-classes.md)"
+        f"{fault}; {remedy} the rare ones count, and f1_macro shows them "
+        "(docs/fine-tuning-craft.md)"
     )
 
 

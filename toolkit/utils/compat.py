@@ -1,6 +1,6 @@
 """Looks up private names of other packages, so that a version that lacks one gives a clear error.
 
-docs/compatibility.md lists every such name, why we need it and what breaks without it.
+docs/compatibility.md lists every such name, and why we need it.
 """
 
 from __future__ import annotations
