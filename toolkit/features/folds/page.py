@@ -78,7 +78,7 @@ def write_page(
 def _predictions(
     run: Path, record: Record, rows: np.ndarray, texts: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    lines = record.of_last(list(record.predictions(run)))
+    lines = list(record.predictions())
     if record.last.split != "validation" or not lines:
         raise UserError(f"{run}: its predictions are not those of its validation rows")
     fold = int(run.name.removeprefix("fold-"))

@@ -39,6 +39,7 @@ from toolkit.objective.losses import sample_losses
 from toolkit.pretrained import model_digest
 from toolkit.report.files import RunFiles
 from toolkit.report.html import write_report
+from toolkit.report.record import Record
 from toolkit.report.summary import class_lines
 from toolkit.utils.features import features
 from toolkit.utils.files import as_json, replace_folder
@@ -156,7 +157,7 @@ def _write_folder(
         files.write_predictions(evaluation)
         results = (draft, settings, None, evaluation, rows.answers)
         lines = [line for feature in features() for line in feature.results(*results)]
-        write_report(draft, evaluation, texts, name=out.resolve().name)
+        write_report(Record.load(draft), texts, name=out.resolve().name)
     return lines
 
 
