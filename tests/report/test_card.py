@@ -104,7 +104,6 @@ def test_no_local_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = card(tmp_path, settings, notes=[f"{train}: 9 of 90 rows are held out"])
     assert loaded.data.base_model is None
     assert "`my-bert`" in loaded.text
-    assert "- train.csv: 9 of 90 rows are held out" in loaded.text
     assert "secret" not in loaded.content
     assert str(tmp_path) not in loaded.content
 
@@ -157,13 +156,7 @@ def test_many_classes_and_an_evaluation_on_truncated_texts(tmp_path: Path) -> No
     text = card(tmp_path, DEMO, SINGLE | {"per_class": {}}, many, "test", compared=True).text
     assert "| 99 | class 99 |" in text
     assert "| 100 | class 100 |" not in text
-    table = """
-| input | Accuracy | F1 (macro) | F1 (weighted) | Loss |
-|:---|---:|---:|---:|---:|
-| the first 128 tokens | 0.7500 | 0.7000 | 0.7200 | 0.6000 |
-| the first 16 tokens | 0.5000 | 0.2500 | – | 0.2500 |
-"""
-    assert table in text
+    assert "0.2500" not in text  # of truncated texts
 
 
 @pytest.mark.parametrize("kind", [None, "jieba"])

@@ -122,7 +122,7 @@ def test_a_classification(three: Run) -> None:
         "config.json", "eval.jsonl", "metrics.jsonl", "predictions.jsonl", "report.html"
     ]  # fmt: skip
     for shown in ("all-MiniLM-L6-v2 on train<1>.csv", "step 40", "Accuracy 0.7500", "2 (zero2), bf16",
-                  "7,677 train", "accelerate_configs/zero2.yaml", "1.00 GiB", "recipes/cls.py --seed 1",
+                  "7,677 train", "accelerate_configs/zero2.yaml", "recipes/cls.py --seed 1",
                   "learning_rate 5e-05", "40 of 40"):  # fmt: skip
         assert shown in page.text
     assert "F1 (micro)" not in page.text  # it equals the accuracy
@@ -211,15 +211,9 @@ def test_multi_label(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("without_charts")
 def test_an_evaluation_on_truncated_texts_is_no_result_of_the_run(three: Run) -> None:
-    before = page_of(three[0])
+    before = page_of(three[0]).source
     add_comparison(three[0], split="validation")
-    page = page_of(three[0])
-    assert page.rows[""][1:3] == [
-        ["the first 128 tokens", "0.7500", "0.7000", "0.5000"],
-        ["the first 16 tokens", "0.6250", "0.9900", "0.2500"],
-    ]
-    assert page.rows["mistakes"] == before.rows["mistakes"]
-    assert "Accuracy 0.7500" in page.text
+    assert page_of(three[0]).source == before
 
 
 def test_diverged_run(three: Run) -> None:

@@ -72,7 +72,6 @@ def write_card(model_folder: Path, run_folder: Path, step: int | None = None) ->
         "toolkit_version": __version__,
         "jieba": settings.get("tokenizer") == "jieba" or is_jieba(model_folder),
         "source": data.description or record.data_name,
-        "notes": _notes(record),
         "hyperparameters": _hyperparameters(record),
         "licences": {
             "base model": demo.demo_entry(settings["model_name_or_path"]).note,
@@ -98,16 +97,6 @@ def _results(record: Record, last: Evaluation, task: str, dataset: str) -> list[
             )
             evaluated.append(result)
     return evaluated
-
-
-def _notes(record: Record) -> list[str]:
-    """The notes on the data, with file names instead of paths."""
-    notes = list(record.data.get("notes", []))
-    for name in ("train_file", "validation_file", "test_file", "dataset_name"):
-        path = record.settings.get(name)
-        if path:
-            notes = [note.replace(path, Path(path).name) for note in notes]
-    return notes
 
 
 def _hyperparameters(record: Record) -> dict[str, Any]:

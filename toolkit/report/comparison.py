@@ -3,7 +3,6 @@ best run, and the spread over seeds."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,11 +64,7 @@ def compare(folders: Sequence[str | Path]) -> tuple[dict[str, Any], list[Compare
         value = run.record.last.numbers[best.metric]
         metrics[run.name] = {best.metric: {"value": value}, **intervals(run.scores)}
 
-    def sort_key(run: ComparedRun) -> float:
-        value = metrics[run.name][best.metric]["value"]
-        return math.inf if value is None else -best.sign * value  # null: not finite
-
-    runs.sort(key=sort_key)
+    runs.sort(key=lambda run: -best.sign * run.record.last.numbers[best.metric])
     for run in runs[1:]:
         for name, p in p_values(run.scores, runs[0].scores).items():
             metrics[run.name][name]["p"] = p
@@ -93,7 +88,7 @@ def _check(runs: Sequence[ComparedRun], metric: str, settings: dict[str, Any]) -
             remedy = "pass the same --data_seed to all runs, or evaluate the same file"
             fault = f"was evaluated on other rows or labels than {first.name}"
             raise UserError(f"{run.name} {fault}: {remedy}")
-        if metric not in run.record.last.numbers:
+        if run.record.last.numbers.get(metric) is None:  # null: not finite
             raise UserError(f"{run.name} has no {metric}, the metric of {first.name}")
     differing = LOSS_SETTINGS & settings.keys()
     if metric == "loss" and differing:

@@ -69,27 +69,18 @@ def write_report_of_folder(folder: str | Path) -> Path:
     return record.folder / "report.html"
 
 
-def write_report(record: Record, texts: Sequence[str], name: str = "") -> None:
-    """Writes report.html into the run's folder atomically.
-
-    `texts` are those of the rows in predictions.jsonl (or empty), `name` is the folder's on the
-    page, if it is a draft.
-    """
+def write_report(record: Record, texts: Sequence[str]) -> None:
+    """Writes report.html into the run's folder atomically; `texts` are those of the rows in
+    predictions.jsonl, or empty."""
     last = record.last
     context: dict[str, Any] = {
         "record": record,
         "config": record.config,
-        "problem_type": record.problem_type,
         "last": last,
         "results": results(last.numbers),
         "saved_step": read_step(record.folder / "model"),
-        "folder": name or record.folder.resolve().name,
         "charts": curves.charts(record),
-        "speeds": [
-            curves.values_of(record.steps, f"{unit}_per_second").median()
-            for unit in ("samples", "tokens")
-        ],
-        "has_texts": bool(texts),
+        "texts": texts,
         "confusion": None,
         "scatter": None,
         "num_samples": 0,

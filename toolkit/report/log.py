@@ -42,7 +42,7 @@ class RunLog:
         it."""
         self.write_line()
         self._step = metrics.step
-        self._line = {name: value for name, value in asdict(metrics).items() if value is not None}
+        self._line = asdict(metrics)
         self._track("train", self._line, metrics.step)
         now = time.monotonic()
         first_or_last = metrics.step in (self.done + 1, self.total)

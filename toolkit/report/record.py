@@ -46,9 +46,8 @@ class Record:
     steps: list[dict[str, Any]]
     """The lines of metrics.jsonl."""
     evaluations: list[dict[str, Any]]
-    """The lines of eval.jsonl, without those on truncated texts."""
-    truncated: list[dict[str, Any]]
-    """Those on truncated texts (`--compare_max_length`), which are no results of the run."""
+    """The lines of eval.jsonl, without those on truncated texts (`--compare_max_length`), which are
+    no results of the run."""
 
     metric_title = staticmethod(metric_title)
 
@@ -58,10 +57,9 @@ class Record:
         config = json.dumps(run_config(folder), ensure_ascii=False)
         config = config.replace(f"{Path.home()}/", "~/")
         steps = list(read_lines(folder / "metrics.jsonl"))
-        lines = list(read_lines(folder / "eval.jsonl"))
+        lines = read_lines(folder / "eval.jsonl")
         evaluations = [line for line in lines if "max_length" not in line]
-        truncated = [line for line in lines if "max_length" in line]
-        return cls(folder, json.loads(config), steps, evaluations, truncated)
+        return cls(folder, json.loads(config), steps, evaluations)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -96,24 +94,13 @@ class Record:
     @property
     def best(self) -> Best:
         """The run's metric for the best model, before any evaluation."""
-        chosen = self.settings.get("metric_for_best_model")
-        metric = self.data.get("metric_for_best_model") or chosen
+        metric = self.data.get("metric_for_best_model")
         greater = self.settings.get("greater_is_better")
         return Best(metric, self.problem_type, greater_is_better=greater)
 
     def predictions(self) -> Iterator[dict[str, Any]]:
         """The lines of predictions.jsonl; a run that was killed in an evaluation has none."""
         return read_lines(self.folder / "predictions.jsonl")
-
-    @property
-    def results_by_length(self) -> dict[int, dict[str, float | None]]:
-        """max_length -> results of the saved model, its training length first; empty without
-        `--compare_max_length`."""
-        lines = [line for line in self.truncated if line["step"] == self.last.numbers["step"]]
-        if not lines:
-            return {}
-        by_length = {self.data["max_length"]: results(self.last.numbers)}
-        return by_length | {line["max_length"]: results(line) for line in lines}
 
     @property
     def base_model(self) -> str:

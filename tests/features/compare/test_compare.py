@@ -46,6 +46,7 @@ def made(
         lines,
         numbers,
         {**SETTINGS, "seed": 1, "output_dir": str(folder), **settings},
+        metric_for_best_model=settings.get("metric_for_best_model"),
     )
     if world:
         edit_json(folder / "config.json", world=world)
