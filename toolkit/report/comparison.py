@@ -20,7 +20,7 @@ LOSS_SETTINGS = {"loss", "focal_gamma", "class_weights", "pos_weight", "label_sm
 """Settings that define the loss: losses of runs that differ in them cannot be compared."""
 LEGEND = (
     "In brackets: 95 % confidence intervals. p: of the difference from the best run, by a paired "
-    "permutation test. ±: standard deviation over seeds."
+    "permutation test. ±: standard deviation over seeds. Rows without an answer count as wrong."
 )
 _NOT_SHOWN = NOT_OF_TRAINING - {"model_name_or_path", "train_file"}
 
@@ -37,6 +37,8 @@ class ComparedRun:
             raise UserError(f"{folder}: {fault}: resume it until it ends")
         labels = data.get("labels", ())
         self.scores = scores_of(lines, self.record.problem_type, labels)
+        self.metrics: dict[str, dict[str, Any]] = dict(intervals(self.scores))
+        """Metric -> value, and low, high and p, if they are known."""
         digests = data.get("file_digests", {})
         digest = digests.get(last.split) or digests.get("train", "")
         file = digest.partition("-")[0]  # without how it is read
@@ -59,23 +61,20 @@ def compare(folders: Sequence[str | Path]) -> tuple[dict[str, Any], list[Compare
     settings = _differing_settings(runs)
     best = runs[0].record.best
     _check(runs, best.metric, settings)
-    metrics: dict[str, Any] = {}
     for run in runs:
-        value = run.record.last.numbers[best.metric]
-        metrics[run.name] = {best.metric: {"value": value}, **intervals(run.scores)}
-
-    runs.sort(key=lambda run: -best.sign * run.record.last.numbers[best.metric])
+        run.metrics.setdefault(best.metric, {"value": run.record.last.numbers[best.metric]})
+    runs.sort(key=lambda run: -best.sign * run.metrics[best.metric]["value"])
     for run in runs[1:]:
         for name, p in p_values(run.scores, runs[0].scores).items():
-            metrics[run.name][name]["p"] = p
+            run.metrics[name]["p"] = p
     last = runs[0].record.last
     comparison = {
         "metric": best.metric,
         "split": last.split,
         "num_samples": last.numbers["num_samples"],
         "settings": settings,
-        "runs": [{"name": run.name, "metrics": metrics[run.name]} for run in runs],
-        "seeds": _seeds(runs, settings, metrics),
+        "runs": [{"name": run.name, "metrics": run.metrics} for run in runs],
+        "seeds": _seeds(runs, settings),
     }
     return comparison, runs
 
@@ -106,9 +105,7 @@ def _differing_settings(runs: Sequence[ComparedRun]) -> dict[str, dict[str, Any]
     return differing
 
 
-def _seeds(
-    runs: Sequence[ComparedRun], settings: dict[str, Any], metrics: dict[str, Any]
-) -> list[dict[str, Any]]:
+def _seeds(runs: Sequence[ComparedRun], settings: dict[str, Any]) -> list[dict[str, Any]]:
     """Mean and standard deviation over runs that differ only in the seed."""
     if "seed" not in settings:
         return []
@@ -117,7 +114,7 @@ def _seeds(
     for run in runs:
         job = {name: settings[name][run.name] for name in settings if name != "seed"}
         jobs.append(dumps([job, run.record.data["digest"]]))
-        rows.append({name: metric["value"] for name, metric in metrics[run.name].items()})
+        rows.append({name: metric["value"] for name, metric in run.metrics.items()})
     groups = []
     for _, group in pd.DataFrame(rows, dtype=float).groupby(jobs, sort=False):
         if len(group) > 1:

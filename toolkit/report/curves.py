@@ -7,10 +7,10 @@ matplotlib may have no font for them.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -23,8 +23,13 @@ from toolkit.utils.extras import install_command, is_installed
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MAX_POINTS = 50  # of a line, which are then marked
+_FEW = 50  # values of a line, which are then drawn as dots
 _MAX_DOTS = 2000
+_STEP_CHARTS = {
+    "learning_rate": "Learning rate",
+    "grad_norm": "Gradient norm, before clipping",
+    "samples_per_second": "Samples per second",
+}
 # CSS variables of the colours C0 to C7 of curves.mplstyle
 COLOURS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
 DASHED: Any = {"color": "#747c86", "linewidth": 0.9, "linestyle": (0, (3, 3))}
@@ -39,38 +44,24 @@ class Chart:
     note: str = ""
 
 
-class Line(NamedTuple):
-    name: str
-    values: pd.Series
-    """Values by step, NaN if not finite."""
-    smooth: bool = False
-    """Whether to draw a moving average over pale values."""
-
-
 def charts(record: Record) -> list[Chart]:
     """The curves of a run: loss, metrics, learning rate, gradient norm, speed and memory."""
     steps, evaluations = record.steps, record.training_evaluations
     if not steps:
         return []
-    loss = [Line("training", values_of(steps, "loss"), smooth=True)]
-    metrics = []
+    loss = {"training": values_of(steps, "loss")}
+    others = {}
     if evaluations:
         split = evaluations[0]["split"]
-        loss.append(Line(split, values_of(evaluations, "loss")))
+        loss[split] = values_of(evaluations, "loss")
         for name, value in drop_redundant_f1(evaluations[0]).items():
             if isinstance(value, float) and name != "loss":
-                line = Line("", values_of(evaluations, name))
-                metrics.append(draw_lines(f"{metric_title(name)} on {split}", [line]))
-    norms = Line("", values_of(steps, "grad_norm"), smooth=True)
-    speeds = Line("", values_of(steps, "samples_per_second"), smooth=True)
-    return [
-        draw_lines("Loss", loss),
-        *metrics,
-        draw_lines("Learning rate", [Line("", values_of(steps, "learning_rate"))]),
-        draw_lines("Gradient norm, before clipping", [norms]),
-        draw_lines("Samples per second", [speeds]),
-        draw_lines("Peak memory, GiB", [Line("", values_of(steps, "peak_memory_bytes") / 2**30)]),
-    ]
+                others[f"{metric_title(name)} on {split}"] = values_of(evaluations, name)
+    for name, title in _STEP_CHARTS.items():
+        others[title] = values_of(steps, name)
+    others["Peak memory, GiB"] = values_of(steps, "peak_memory_bytes") / 2**30
+    drawn = [draw_lines(title, {"": values}) for title, values in others.items()]
+    return [draw_lines("Loss", loss), *drawn]
 
 
 def values_of(lines: Sequence[dict[str, Any]], name: str) -> pd.Series:
@@ -80,24 +71,25 @@ def values_of(lines: Sequence[dict[str, Any]], name: str) -> pd.Series:
     return pd.Series(values, dtype=float).sort_index()
 
 
-def draw_lines(title: str, lines: Sequence[Line]) -> Chart:
-    """Lines over the steps, each in the next colour of the page, at most eight."""
+def draw_lines(title: str, lines: Mapping[str, pd.Series]) -> Chart:
+    """Name -> values by step: dots, or of many values a moving average over pale ones. Each line
+    has the next colour of the page, of which there are eight."""
 
     def draw(axes: Axes) -> None:
-        for place, line in enumerate(lines):
-            values, colour = line.values, f"C{place}"
-            if line.smooth:
+        for place, values in enumerate(lines.values()):
+            colour, marker = f"C{place}", "o"
+            if len(values) > _FEW:
                 axes.plot(values, color=colour, linewidth=0.8, alpha=0.35)
-                window = max(1, len(values) // 15)
+                window = len(values) // 15
                 values = values.rolling(window, center=True, min_periods=1).mean()
-            marker = "o" if len(values) <= _MAX_POINTS else ""
+                marker = ""
             axes.plot(values, color=colour, marker=marker)
         axes.set_xlim(left=0)
         axes.locator_params(axis="x", nbins=6, integer=True)
 
     legend: list[tuple[str, str]] = []
     if len(lines) > 1:
-        legend = [(COLOURS[place], line.name) for place, line in enumerate(lines)]
+        legend = list(zip(COLOURS, lines, strict=False))
     return chart(title, draw, 2.3, legend)
 
 

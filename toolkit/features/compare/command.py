@@ -31,10 +31,9 @@ def run(options: Namespace) -> None:
 
 def write_page(path: Path, comparison: dict[str, Any], runs: Sequence[ComparedRun]) -> None:
     metric = comparison["metric"]
-    lines = [
-        curves.Line(run.name, curves.values_of(run.record.training_evaluations, metric))
-        for run in runs[:_MAX_CURVES]
-    ]
+    lines = {}
+    for run in runs[:_MAX_CURVES]:
+        lines[run.name] = curves.values_of(run.record.training_evaluations, metric)
     title = metric_title(metric)
     context = {
         "comparison": comparison,
