@@ -109,18 +109,16 @@ def p_values(one: Scores, other: Scores) -> dict[str, float]:
     """Two-sided p of each metric's difference between two models on the same rows, by a paired
     permutation test, which swaps the two models' predictions of random rows (for accuracy this is
     McNemar's test)."""
-    change = other.rows - one.rows
-    change = change[abs(change).sum(axis=1) > 0]  # (D, F): the rows whose predictions differ
-    count = one.rows.shape[0]
+    change = other.rows - one.rows  # (N, F)
+    count = change.shape[0]
     first = one.rows.sum(axis=0) / count
     second = other.rows.sum(axis=0) / count
     observed = abs(one.metrics(first) - other.metrics(second))
     at_least = np.ones(len(one.names))
-    resamples = _resamples(change.shape[0])
+    resamples = _resamples(count)
     generator = np.random.default_rng(0)
     for _ in range(resamples):
-        swapped = generator.integers(2, size=change.shape[0])
-        moved = swapped @ change / count
+        moved = generator.integers(2, size=count) @ change / count  # of the rows that are swapped
         difference = abs(one.metrics(first + moved) - other.metrics(second - moved))
         at_least += difference >= observed * (1 - 1e-9)  # equal but for rounding
     return dict(zip(one.names, (at_least / (resamples + 1)).tolist(), strict=True))
@@ -128,4 +126,4 @@ def p_values(one: Scores, other: Scores) -> dict[str, float]:
 
 def _resamples(rows: int) -> int:
     """1,000, and fewer above 100,000 rows."""
-    return min(_RESAMPLES, max(_MIN_RESAMPLES, _MAX_DRAWS // max(rows, 1)))
+    return min(_RESAMPLES, max(_MIN_RESAMPLES, _MAX_DRAWS // rows))
