@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from tests.report.made import DECISIONS, add_comparison, make_run, write_lines
+from tests.report.made import DECISIONS, TITLES, add_comparison, make_run, write_lines
 from tests.runs import lines_of
 from toolkit.data.labels import Labels
 from toolkit.evaluation import Evaluation
@@ -155,6 +155,14 @@ def test_the_home_folder_becomes_a_tilde(three: Run, monkeypatch: pytest.MonkeyP
     source = written(three).source
     assert "~/cls.py --output_dir ~/run --seed 1" in source
     assert "somebody" not in source
+
+
+@pytest.mark.usefixtures("without_charts")
+def test_titles_have_no_mistakes(tmp_path: Path) -> None:
+    lines = [{"id": 0, "reference": "a", "prediction": "b", "scores": {"rougeL": 0.35}}]
+    page = page_for(tmp_path / "run", None, lines, TITLES)
+    assert "ROUGE-L 0.3500" in page.text
+    assert "mistakes" not in page.rows
 
 
 @pytest.mark.usefixtures("without_charts")

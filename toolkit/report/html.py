@@ -84,6 +84,7 @@ def write_report(record: Record, texts: Sequence[str]) -> None:
         "confusion": None,
         "scatter": None,
         "num_samples": 0,
+        "num_unanswered": 0,
     }
     if record.data.get("labels"):
         context |= _predictions(record, texts)
