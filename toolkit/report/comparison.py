@@ -140,7 +140,7 @@ def table(comparison: dict[str, Any]) -> pd.DataFrame:
     return pd.DataFrame.from_dict(rows, orient="index").fillna("")
 
 
-def _format_metric(metric: dict[str, float | None]) -> str:
+def _format_metric(metric: dict[str, Any]) -> str:
     """`0.8500 [0.8300, 0.8700] p 0.03`."""
     text = format_number(metric["value"])
     if "low" in metric:

@@ -98,7 +98,7 @@ def scatter(true: np.ndarray, predicted: np.ndarray) -> Chart:
     every = -(-len(true) // _MAX_DOTS)
 
     def draw(axes: Axes) -> None:
-        dots = {"marker": "o", "markersize": 3, "alpha": 0.45, "markeredgewidth": 0}
+        dots: Any = {"marker": "o", "markersize": 3, "alpha": 0.45, "markeredgewidth": 0}
         axes.plot(true[::every], predicted[::every], color="C0", linestyle="", **dots)
         axes.axline((true[0], true[0]), slope=1, **DASHED)
         axes.set(xlabel="true", ylabel="predicted")
