@@ -64,15 +64,7 @@ def baselines(
     size = labels.size
     guesses: dict[str, np.ndarray] = {}  # (N, C) bool
     if train is not None:
-        counts = _one_hot(train.labels, size).sum(axis=0)
-        largest = np.arange(size) == counts.argmax()
-        if labels.problem_type == MULTI:
-            largest = counts > len(train) / 2
-        guesses[LARGEST] = np.broadcast_to(largest, (len(split), size))
-        most = min(len(train), _MAX_ROWS, _MAX_ROWS_TIMES_CLASSES // size)
-        rows = np.sort(np.random.default_rng(0).choice(len(train), most, replace=False))
-        if size <= _MAX_CLASSES and len(np.unique(train.labels[rows])) > 1:
-            guesses[LINEAR] = _one_hot(_linear(train, rows, split, size), size)
+        guesses = _simple_models(train, split, size)
     scores = answers.adjust_logits(logits)
     guesses[MODEL] = scores > 0
     if labels.problem_type != MULTI:
@@ -106,26 +98,36 @@ def describe(models: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _linear(train: Split, rows: np.ndarray, split: Split, size: int) -> np.ndarray:
-    """Predictions for the split, (N,) classes or (N, C) labels, of a model that is trained on these
-    rows."""
+def _simple_models(train: Split, split: Split, size: int) -> dict[str, np.ndarray]:
+    """Model -> predictions for the split, (N, C) bool."""
+    from sklearn.dummy import DummyClassifier
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
     from sklearn.multiclass import OneVsRestClassifier
 
-    model: Any = LogisticRegression(C=10, max_iter=_ITERATIONS)
-    if train.labels.ndim == 2:
-        model = OneVsRestClassifier(model)
+    def one_hot(predicted: np.ndarray) -> np.ndarray:
+        # of a single label sklearn returns (N,)
+        return _one_hot(predicted.reshape(split.labels.shape), size)
+
+    truth = train.labels.astype(int)
+    largest = DummyClassifier().fit(truth, truth)  # it does not look at its inputs
+    guesses = {LARGEST: one_hot(largest.predict(split.labels))}
+    count = min(len(train), _MAX_ROWS, _MAX_ROWS_TIMES_CLASSES // size)
+    rows = np.sort(np.random.default_rng(0).choice(len(train), count, replace=False))
+    if size > _MAX_CLASSES or len(np.unique(truth[rows])) < 2:
+        return guesses
+    linear: Any = LogisticRegression(C=10, max_iter=_ITERATIONS)
+    if truth.ndim == 2:
+        linear = OneVsRestClassifier(linear)
     weighting = TfidfVectorizer(
         lowercase=False, tokenizer=str.split, token_pattern=None, ngram_range=(1, 2),
         max_features=_MAX_WEIGHTS // max(20, size), sublinear_tf=True,
     )  # fmt: skip
     with warnings.catch_warnings():  # about few iterations, and labels without rows
         warnings.simplefilter("ignore")
-        features = weighting.fit_transform(_texts(train, rows))
-        model.fit(features, train.labels[rows].astype(int))
-    predicted = model.predict(weighting.transform(_texts(split, np.arange(len(split)))))
-    return predicted.reshape(split.labels.shape)  # of a single label sklearn returns (N,)
+        linear.fit(weighting.fit_transform(_texts(train, rows)), truth[rows])
+    features = weighting.transform(_texts(split, np.arange(len(split))))
+    return {**guesses, LINEAR: one_hot(linear.predict(features))}
 
 
 def _texts(split: Split, rows: np.ndarray) -> Iterator[str]:
