@@ -69,14 +69,15 @@ def write_report_of_folder(folder: str | Path) -> Path:
     return record.folder / "report.html"
 
 
-def write_report(record: Record, texts: Sequence[str]) -> None:
-    """Writes report.html into the run's folder atomically; `texts` are those of the rows in
-    predictions.jsonl, or empty."""
+def write_report(record: Record, texts: Sequence[str], name: str = "") -> None:
+    """Writes report.html into the run's folder atomically. `texts` are those of the rows in
+    predictions.jsonl, or empty; `name` is the folder's on the page, if it is a draft."""
     last = record.last
     context: dict[str, Any] = {
         "record": record,
         "config": record.config,
         "last": last,
+        "folder": name or record.folder.resolve().name,
         "results": results(last.numbers),
         "saved_step": read_step(record.folder / "model"),
         "charts": curves.charts(record),

@@ -157,7 +157,7 @@ def _write_folder(
         files.write_predictions(evaluation)
         results = (draft, settings, None, evaluation, rows.answers)
         lines = [line for feature in features() for line in feature.results(*results)]
-        write_report(Record.load(draft), texts)
+        write_report(Record.load(draft), texts, name=out.resolve().name)
     return lines
 
 
