@@ -131,10 +131,13 @@ def become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     if threads := env.get("OMP_NUM_THREADS"):  # torch reads it on import
         sys.modules["torch"].set_num_threads(int(threads))
     if "TESTS_WITHOUT_PAGES" in env:  # the slowest parts of a short run
-        summary: Any = sys.modules["toolkit.report.summary"].RunSummary
-        summary.write_pages = functools.partialmethod(
-            write_pages, summary.write_pages, env["TESTS_WITHOUT_PAGES"]
+        write = functools.partial(
+            write_pages,
+            sys.modules["toolkit.report.summary"].write_pages,
+            env["TESTS_WITHOUT_PAGES"],
         )
+        for name in ("toolkit.report.summary", "toolkit.run"):
+            sys.modules[name].write_pages = write
         if baselines := sys.modules.get("toolkit.features.baselines.feature"):
             baselines.FEATURE.results = lambda *_: ()
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
@@ -159,13 +162,13 @@ def become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     os._exit(code)
 
 
-def write_pages(summary: Any, write: Any, names: str, best_step: int) -> None:
-    """In place of `RunSummary.write_pages`: for other runs than `names` (by commas) an empty page, which marks the run
-    as finished."""
-    if summary.folder.name in names.split(","):
-        write(summary, best_step)
+def write_pages(write: Any, names: str, folder: Path, best_step: int) -> None:
+    """In place of `toolkit.report.summary.write_pages`: for other runs than `names` (by commas) an empty page, which
+    marks the run as finished."""
+    if folder.name in names.split(","):
+        write(folder, best_step)
     else:
-        (summary.folder / "report.html").touch()
+        (folder / "report.html").touch()
 
 
 def is_python(command: Any) -> bool:

@@ -30,8 +30,8 @@ from toolkit.launch.signals import StopRequested
 from toolkit.pretrained import load_config
 from toolkit.report.files import RunFiles
 from toolkit.report.log import RunLog
-from toolkit.report.results import config_facts, evaluate_best_model
-from toolkit.report.summary import RunSummary
+from toolkit.report.start import command_to_continue, start_lines, write_config
+from toolkit.report.summary import evaluate_best_model, write_pages, write_results
 from toolkit.report.trackers import start_trackers, tracker_names
 from toolkit.training.average import Average, average_as_weights
 from toolkit.training.batch_size import fit_batch_size
@@ -204,7 +204,7 @@ class Run:
         self.files = RunFiles(self.accelerator, path)
         own = resumed if self.checkpoints.continues else None
         self.files.truncate_to_checkpoint(own.state if own else None)
-        self.files.write_config(self.settings, *config_facts(self, resumed))
+        write_config(self, resumed)
         start_trackers(
             self.accelerator, training, path, self.recipe, self.facts["settings"], steps.done
         )
@@ -216,11 +216,8 @@ class Run:
 
     def _log_start(self, model: torch.nn.Module, resumed: Resumed | None) -> None:
         self.checkpoints.check()
-        self.summary = RunSummary(
-            self.accelerator, self.settings, self.data, self.schedule, self.folder.path
-        )
         lines = [
-            *self.summary.start_lines(model),
+            *start_lines(self, model),
             *(resumed.lines if resumed else []),
             verification_note(self.accelerator),
         ]
@@ -286,14 +283,14 @@ class Run:
         number, done = self._steps.stop_signal, self._steps.done
         launch.set_exit_signal(number)
         name = signal.Signals(number).name
-        command = self.summary.command_to_continue()
+        command = command_to_continue(self)
         where = f"checkpoint in {self.folder.path / 'checkpoints' / 'last'}"
         line = f"stopped by {name} after step {done} of {self.schedule.total_steps}, {where}"
         # shown with --log_level warning, too
         launch.log_on_main(self.accelerator, f"{line}; to continue: {command}", logging.WARNING)
         self.files.mark_stopped(signal=name, step=done, command=command)
         if self.accelerator.is_main_process:
-            self.summary.write_pages(self.best.step)
+            write_pages(self.folder.path, self.best.step)
 
     def _close(self) -> None:
         self.checkpoints.wait()
@@ -311,11 +308,11 @@ class Run:
             load_weights(self.accelerator, self._steps.model, self.folder.model)
         for feature in features():
             feature.best_model(self, evaluate)
-        results = evaluate_best_model(self, evaluate)
-        if results.evaluation is not logged:
-            self._log.log_evaluation(results.evaluation, self.best.step)
+        evaluation = evaluate_best_model(self, evaluate)
+        if evaluation is not logged:
+            self._log.log_evaluation(evaluation, self.best.step)
         self._close()
-        results.write(self, time.monotonic() - self._started)
+        write_results(self, evaluation, time.monotonic() - self._started)
 
     def _end_training(self, evaluate: Evaluate) -> None:
         """Also where the recipe has left the loop, in the middle or at the end of a step: evaluates

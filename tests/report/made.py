@@ -42,6 +42,7 @@ def make_run(
                  "digest": "none", "total_steps": 40, "steps_per_epoch": 240, **data},
         "world": {"num_processes": 2, "distributed_type": "DEEPSPEED", "mixed_precision": "bf16",
                   "deepspeed": {"zero_optimization": {"stage": 2}}, "device": "A100", "host": "node-0"},
+        "strategy": "zero2",
         "launch": {"config_file": "accelerate_configs/zero2.yaml", "command": "recipes/cls.py --seed 1"},
         "versions": {"toolkit": "0.1.0", "python": "3.11.7", "torch": "2.13.0", "peft": None},
         "started": "2026-11-20T07:13:30+00:00",

@@ -1,7 +1,6 @@
 """Trackers: how they are started, what they get, and how a failed run ends them."""
 
 import sqlite3
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +9,11 @@ import pytest
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-from tests.faults import refusal
 from toolkit.config import TrainingSettings
 from toolkit.evaluation import Evaluation
 from toolkit.report import trackers
 from toolkit.report.log import RunLog
-from toolkit.report.trackers import TRACKERS, mark_failed, start_trackers
+from toolkit.report.trackers import TRACKERS, close_failed, start_trackers
 
 
 class Tracker:
@@ -35,16 +33,11 @@ class Tracker:
 
 
 @pytest.fixture
-def stores(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Trackers that need no server; the stores that are set for mlflow."""
+def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trackers that need no server."""
     for name in TRACKERS:
         monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, Tracker)
     monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: True)
-    uris: list[str] = []
-    mlflow: Any = SimpleNamespace(set_tracking_uri=uris.append)
-    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    return uris
 
 
 def start(folder: Path, **settings: Any) -> list[Any]:
@@ -56,7 +49,7 @@ def start(folder: Path, **settings: Any) -> list[Any]:
 
 @pytest.mark.parametrize("settings", [{}, {"run_name": "first try", "project": "reviews"}])
 def test_each_tracker_gets_the_run_project_and_folder(
-    settings: dict[str, str], stores: list[str], tmp_path: Path
+    settings: dict[str, str], fakes: None, tmp_path: Path
 ) -> None:
     run = settings.get("run_name", tmp_path.name)
     started = start(tmp_path, **settings)
@@ -68,16 +61,6 @@ def test_each_tracker_gets_the_run_project_and_folder(
         {"name": run},
     ]
     assert [tracker.stored for tracker in started] == [{"seed": 3}] * 4
-    assert stores == [f"sqlite:///{tmp_path}/mlflow/mlflow.db"]
-
-
-def test_the_users_mlflow_store_and_a_tracker_that_cannot_start(
-    stores: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://somewhere")
-    start(tmp_path)
-    assert stores == []
-    refusal(start, tmp_path, project="refused", says=["--report_to", "OperationalError: no login"])
 
 
 def test_a_run_continues_without_a_tracker_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,18 +85,20 @@ def test_a_run_continues_without_a_tracker_that_fails(capsys: pytest.CaptureFixt
     assert [line.split()[1] for line in warnings] == ["mlflow", "trackio"]
 
 
-def test_a_failed_run_is_marked_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tracker that raises does not stop the others."""
+def test_the_trackers_of_a_failed_run_are_closed() -> None:
+    """One that raises does not stop the others."""
     ends: list[Any] = []
 
-    def finish(*state: Any, exit_code: int | None = None) -> None:
-        ends.append(exit_code or state[0])
+    def refuse() -> None:
+        raise ConnectionError
 
-    mlflow: Any = SimpleNamespace(end_run=ends.append)
-    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    run = SimpleNamespace(finish=finish)
-    closed = SimpleNamespace(name="tensorboard", finish=lambda: ends.append("closed"))
-    names = ("trackio", "wandb", "mlflow", "swanlab")
-    mark_failed([*(SimpleNamespace(name=name, run=run) for name in names), closed])
-    assert ends == [1, "FAILED", "crashed", "closed"]
+    run = SimpleNamespace(finish=lambda exit_code: ends.append(exit_code))
+    close_failed(
+        [
+            SimpleNamespace(name="mlflow", finish=refuse),
+            SimpleNamespace(name="wandb", run=run),
+            SimpleNamespace(name="tensorboard", finish=lambda: ends.append("closed")),
+        ]
+    )
+    assert ends == [1, "closed"]
     assert trackers.tracker_names("none") == []

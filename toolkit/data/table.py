@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # a process whose tokens are cached needs neither the library
 
 USUAL_TEXT = ("text", "sentence", "content", "review", "comment", "document", "article",
               "文本", "内容", "评论", "评论内容", "正文")  # fmt: skip
-_MEMORY_ROWS = 2048
+BATCH_ROWS = 2048
 _NUMBER = re.compile(r"[-+\d.,e\s]*", re.IGNORECASE)
 TextBlock = tuple[Sequence[str], Sequence[str] | None]
 """Texts, and the second texts of pairs."""
@@ -91,7 +91,7 @@ class Table:
 
         names = list(columns or self.rows.column_names)
         if not self.rows.cache_files:
-            yield from self.rows.select_columns(names).with_format("arrow").iter(_MEMORY_ROWS)
+            yield from self.rows.select_columns(names).with_format("arrow").iter(BATCH_ROWS)
         for file in self.rows.cache_files:
             with (
                 pyarrow.OSFile(file["filename"]) as stored,

@@ -152,9 +152,10 @@ class SavedModel:
         shared_as = None
         if identity and self.accelerator.num_processes > 1:
             shared_as = digest_of_text(identity)
-        return split_of_texts(
-            "texts", self.tokenizer, self.config, self.max_length, *columns, shared_as=shared_as
-        )
+        texts, *pairs = columns
+        second = pairs[0] if pairs else None
+        model = (self.tokenizer, self.config, self.max_length)
+        return split_of_texts("texts", *model, texts, second, shared_as)
 
     def compute_outputs(self, split: Split) -> Any:
         """The outputs for a whole split on the main process, None on the others; a collective."""

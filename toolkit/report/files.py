@@ -1,4 +1,11 @@
-"""The files that a run writes (docs/run-folder.md), on the main process, and how they are read."""
+"""The files that a run writes, on the main process, and how they are read (docs/run-folder.md).
+
+| file | written by | when |
+|---|---|---|
+| config.json | `RunFiles` | at the start; after a stop signal |
+| metrics.jsonl, eval.jsonl, predictions.jsonl | `log.RunLog` | at each step and evaluation |
+| report.html, model/README.md | `html`, `card` | at the end, and after a stop signal |
+"""
 
 from __future__ import annotations
 
@@ -17,114 +24,102 @@ from toolkit import launch
 from toolkit.config import flat
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
+from toolkit.training.verified import strategy_name
 from toolkit.utils.files import explain_write_errors, nan_to_none, read_table, replace_file
 from toolkit.utils.log import logger
 from toolkit.utils.versions import versions
 
 
 class RunFiles:
-    """Writes config.json, metrics.jsonl, eval.jsonl and predictions.jsonl on the main process."""
+    """Writes config.json, metrics.jsonl, eval.jsonl and predictions.jsonl on the main process; on
+    the others the methods do nothing."""
 
     def __init__(self, accelerator: Accelerator, path: Path) -> None:
         self.accelerator = accelerator
         self.path = path
         self.writes = accelerator.is_main_process
 
-    def write_config(self, settings: Any, data: dict[str, Any], extra: dict[str, Any]) -> None:
+    def write_config(self, settings: Any, data: dict[str, Any], sections: dict[str, Any]) -> None:
+        """`data`: what is known of the data; `sections`: further ones, or in the place of these."""
         config = {
             "settings": flat(settings),
             "data": data,
-            "world": self._world(),
+            "world": _world(self.accelerator),
+            "strategy": strategy_name(self.accelerator),
             "launch": launch.launch_info(),
             "versions": versions(),
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            **extra,
+            **sections,
         }
-        self._write_config(config)
-
-    def _world(self) -> dict[str, Any]:
-        accelerator = self.accelerator
-        plugin = accelerator.state.deepspeed_plugin
-        device = f"{accelerator.device.type} ({platform.machine()})"
-        if accelerator.device.type == "cuda":
-            device = torch.cuda.get_device_name(accelerator.device)
-        return {
-            "num_processes": accelerator.num_processes,
-            "distributed_type": accelerator.distributed_type.value,
-            "deepspeed": plugin.deepspeed_config if plugin else None,
-            "mixed_precision": accelerator.mixed_precision,
-            "device": device,
-            "host": platform.node(),
-            "pid": os.getpid(),
-        }
+        self._replace("config.json", [dumps(config, indent=2), "\n"])
 
     def mark_stopped(self, **facts: Any) -> None:
         """Adds to config.json that a stop signal ended the run; the report and the card show it at
         their top."""
         if self.writes:
-            config = read_table(self.path / "config.json")
-            self._write_config({**config, "stopped": facts})
-
-    def _write_config(self, config: dict[str, Any]) -> None:
-        if self.writes:
-            write_atomically(self.path / "config.json", [dumps(config, indent=2), "\n"])
+            config = {**read_table(self.path / "config.json"), "stopped": facts}
+            self._replace("config.json", [dumps(config, indent=2), "\n"])
 
     def truncate_to_checkpoint(self, state: Mapping[str, Any] | None) -> None:
-        """Truncates metrics.jsonl and eval.jsonl to the step of this run's checkpoint, after which
-        the steps are done again, and removes predictions.jsonl if it is of an evaluation after the
-        checkpoint. Warns about lines that have been lost since. Without a checkpoint removes
-        them."""
+        """Removes what a run does again that resumes from its checkpoint: the steps and evaluations
+        after it, and predictions.jsonl if it is of one of these; without a checkpoint all."""
         if not self.writes:
             return
+        names = ("metrics.jsonl", "eval.jsonl", "predictions.jsonl")
+        metrics, evals, predictions = [self.path / name for name in names]
         if state is None:
-            for name in ("metrics.jsonl", "eval.jsonl"):
-                (self.path / name).unlink(missing_ok=True)
+            for path in (metrics, evals, predictions):
+                path.unlink(missing_ok=True)
             return
-        step = state["step"]
-        counts = state.get("lines", {})
-        lines = read_lines(self.path / "metrics.jsonl")
-        steps = {line["step"]: line for line in lines if line["step"] <= step}
-        last = steps.pop(step, state["metrics"])  # written after its checkpoint
-        self._warn_of_lost_lines("metrics.jsonl", len(steps), counts, step)
-        write_lines(self.path / "metrics.jsonl", [*steps.values(), last])
-        evaluations = list(read_lines(self.path / "eval.jsonl"))
-        count = counts.get("eval.jsonl", 0)
+        steps = {
+            line["step"]: line for line in read_lines(metrics) if line["step"] <= state["step"]
+        }
+        # a killed run may not have written the line of its checkpoint's step
+        steps.setdefault(state["step"], state["metrics"])
+        write_lines(metrics, steps.values())
+        evaluations = list(read_lines(evals))
+        count = state["lines"].get("eval.jsonl", 0)
         if len(evaluations) > count:
-            (self.path / "predictions.jsonl").unlink(missing_ok=True)
-        self._warn_of_lost_lines("eval.jsonl", len(evaluations), counts, step)
-        write_lines(self.path / "eval.jsonl", evaluations[:count])
-
-    def _warn_of_lost_lines(
-        self, name: str, count: int, counts: Mapping[str, int], step: int
-    ) -> None:
-        before = counts.get(name, 0)
-        if count < before:
-            had = f"of the {before} lines that it had at step {step}"
-            logger.warning(f"{self.path / name} has {count} {had}")
+            predictions.unlink(missing_ok=True)
+        write_lines(evals, evaluations[:count])
 
     def append_evaluation(self, evaluation: Evaluation, step: int, **extra: Any) -> None:
+        """Appends to eval.jsonl; `extra`: about an evaluation that is no result of the run."""
+        if self.writes and not extra:  # after a kill here there are none, rather than earlier ones
+            (self.path / "predictions.jsonl").unlink(missing_ok=True)
         place = {"step": step, "split": evaluation.split}
         self.append("eval.jsonl", {**place, **extra, **evaluation.numbers})
-        if self.writes and not extra:
-            # after a kill, those of an earlier evaluation would count as this one's
-            (self.path / "predictions.jsonl").unlink(missing_ok=True)
 
     def write_predictions(self, evaluation: Evaluation) -> None:
         if evaluation.predictions is not None:
-            write_lines(self.path / "predictions.jsonl", evaluation.predictions())
+            self._replace("predictions.jsonl", map(_line, evaluation.predictions()))
 
     def append(self, name: str, line: dict[str, Any]) -> None:
         if not self.writes:
             return
         path = self.path / name
         with explain_write_errors(path), path.open("a", encoding="utf-8") as file:
-            size = file.tell()
-            try:
-                file.write(dumps(line) + "\n")
-                file.flush()
-            except OSError:
-                os.truncate(path, size)  # no half line if the disk is full
-                raise
+            file.write(_line(line))
+
+    def _replace(self, name: str, parts: Iterable[str]) -> None:
+        if self.writes:
+            write_atomically(self.path / name, parts)
+
+
+def _world(accelerator: Accelerator) -> dict[str, Any]:
+    plugin = accelerator.state.deepspeed_plugin
+    device = f"{accelerator.device.type} ({platform.machine()})"
+    if accelerator.device.type == "cuda":
+        device = torch.cuda.get_device_name(accelerator.device)
+    return {
+        "num_processes": accelerator.num_processes,
+        "distributed_type": accelerator.distributed_type.value,
+        "deepspeed": plugin.deepspeed_config if plugin else None,
+        "mixed_precision": accelerator.mixed_precision,
+        "device": device,
+        "host": platform.node(),
+        "pid": os.getpid(),
+    }
 
 
 def write_atomically(path: Path, parts: Iterable[str]) -> None:
@@ -138,7 +133,11 @@ def write_atomically(path: Path, parts: Iterable[str]) -> None:
 
 
 def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    write_atomically(path, (dumps(line) + "\n" for line in lines))
+    write_atomically(path, map(_line, lines))
+
+
+def _line(content: Mapping[str, Any]) -> str:
+    return dumps(content) + "\n"
 
 
 def dumps(content: Any, indent: int | None = None) -> str:
@@ -160,22 +159,10 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                     logger.warning(f"{path}, line {number} is broken and is skipped")
 
 
-def last_evaluation(folder: Path, step: int | None = None) -> Evaluation:
-    """The last evaluation in eval.jsonl (at `step`), those on truncated texts left out; no numbers
-    if there is none."""
-    last: dict[str, Any] = {}
-    for line in read_lines(folder / "eval.jsonl"):
-        if "max_length" not in line and step in (None, line["step"]):
-            last = line
-    last.pop("step", None)
-    return Evaluation(last.pop("split", "validation"), last, None)
-
-
 def run_config(folder: Path) -> dict[str, Any]:
     """config.json of a run. Raises UserError if `folder` holds none."""
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} is not a run folder: it has no config.json")
-    config = read_table(folder / "config.json")
-    if "data" not in config:
-        raise UserError(f"{folder} is not a run folder: its config.json is that of a model")
+    path = folder / "config.json"
+    config = read_table(path) if path.is_file() else {}
+    if "data" not in config:  # nor in that of a model
+        raise UserError(f"{folder} is not a run folder: it has no config.json of a run")
     return config

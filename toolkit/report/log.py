@@ -42,9 +42,8 @@ class RunLog:
         it."""
         self.write_line()
         self._step = metrics.step
-        self._line = {name: value for name, value in asdict(metrics).items() if value is not None}
-        numbers = {f"train/{name}": value for name, value in self._line.items() if name != "step"}
-        self._for_trackers(lambda tracker: tracker.log(numbers, step=metrics.step))
+        self._line = asdict(metrics)
+        self._track("train", self._line, metrics.step)
         now = time.monotonic()
         first_or_last = metrics.step in (self.done + 1, self.total)
         if first_or_last or now - self._printed > _LOG_EVERY_SECONDS:
@@ -72,12 +71,9 @@ class RunLog:
         """Logs an evaluation of the weights after `step`, and writes its predictions."""
         self.files.append_evaluation(evaluation, step)
         self.files.write_predictions(evaluation)
-        split = evaluation.split
-        numbers = {f"{split}/{name}": value for name, value in evaluation.single_numbers.items()}
         # the best model's is of an earlier step, and W&B drops what comes before its last step
-        place = max(step, self._step)
-        self._for_trackers(lambda tracker: tracker.log(numbers, step=place))
-        line = f"evaluation of {split} at step {step}: {evaluation}"
+        self._track(evaluation.split, evaluation.single_numbers, max(step, self._step))
+        line = f"evaluation of {evaluation.split} at step {step}: {evaluation}"
         if best:
             line += "  (best so far)"
         launch.log_on_main(self.accelerator, line)
@@ -85,9 +81,13 @@ class RunLog:
     def close(self) -> None:
         """Writes the last line and closes the trackers."""
         self.write_line()
+        launch.close_on_failure(None)
         # not accelerator.end_training(), which also destroys the process group: see launch.failure
-        launch.close_on_failure()
         self._for_trackers(lambda tracker: tracker.finish())
+
+    def _track(self, group: str, numbers: Mapping[str, Any], step: int) -> None:
+        values = {f"{group}/{name}": value for name, value in numbers.items() if name != "step"}
+        self._for_trackers(lambda tracker: tracker.log(values, step=step))
 
     def _for_trackers(self, call: Callable[[Any], object]) -> None:
         """Calls a function for each tracker. The run continues without one that fails, as when its

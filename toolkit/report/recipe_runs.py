@@ -17,9 +17,9 @@ from filelock import FileLock, Timeout
 from toolkit import config
 from toolkit.errors import UserError
 from toolkit.launch.options import split_arguments
+from toolkit.report.files import dumps, write_atomically
 from toolkit.utils.cache import digest_of_file
 from toolkit.utils.children import run_child
-from toolkit.utils.files import replace_file
 
 _STOP_SECONDS = 60.0
 
@@ -46,12 +46,9 @@ class RecipeRuns:
         classes = config.tasks()
         if task not in classes:
             return {}
-        demo: Path | None = Path(self.recipe).with_name(f"{task}_demo.yaml")
-        if demo is not None and not demo.is_file():
-            demo = None
-        arguments = split_arguments(self.words)[1]
-        parsed: Any = config.parse(classes[task], [*arguments, *words], demo)
-        return config.flat(parsed)
+        demo = Path(self.recipe).with_name(f"{task}_demo.yaml")
+        arguments = [*split_arguments(self.words)[1], *words]
+        return config.flat(config.parse(classes[task], arguments, demo if demo.is_file() else None))
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -61,14 +58,12 @@ class RecipeRuns:
             if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP under nohup
                 signal.signal(number, lambda number, frame: sys.exit(128 + number))
         self.folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self.folder / ".lock")
         try:
-            lock.acquire(timeout=0)
+            with FileLock(self.folder / ".lock", timeout=0):
+                yield
         except Timeout:
             remedy = "name another --output_dir, or stop that one"
             raise UserError(f"another command is writing to {self.folder}: {remedy}") from None
-        with lock:
-            yield
 
     def command(self, settings: Mapping[str, Any]) -> list[str]:
         """The words after `python` of a run with these settings."""
@@ -76,7 +71,7 @@ class RecipeRuns:
 
     def status(self, name: str) -> str:
         """`running`, `finished` or what `set_status` has set; "" for a run that never started."""
-        return str(self._record(name).get("status", ""))
+        return self._record(name)["status"]
 
     def set_status(self, name: str, status: str) -> None:
         """Sets the status of a run, which is not started again unless it is `running`."""
@@ -94,9 +89,9 @@ class RecipeRuns:
         folder = self.folder / name
         command = self._identity(settings)
         record = self._record(name)
-        if folder.exists() and record and record["command"] != command:
+        if folder.exists() and record["command"] not in ("", command):
             folder.rename(folder.with_name(f"{name}.old-{time.strftime('%Y%m%d-%H%M%S')}"))
-        elif folder.exists() and record and record["status"] != "running":
+        elif folder.exists() and record["status"] not in ("", "running"):
             return False
         self._write_record(name, command, "running")
         print(f"{name}:", *_options(settings), flush=True)
@@ -120,13 +115,12 @@ class RecipeRuns:
     def _record(self, name: str) -> dict[str, str]:
         path = self.folder / f"{name}.json"
         if not path.is_file():
-            return {}
+            return {"command": "", "status": ""}
         return dict(json.loads(path.read_text(encoding="utf-8")))
 
     def _write_record(self, name: str, command: str, status: str) -> None:
-        with replace_file(self.folder / f"{name}.json") as draft:
-            text = json.dumps({"command": command, "status": status}, ensure_ascii=False)
-            draft.write_text(text, encoding="utf-8")
+        record = {"command": command, "status": status}
+        write_atomically(self.folder / f"{name}.json", [dumps(record)])
 
 
 def _wait_for_last_checkpoint(folder: Path) -> None:

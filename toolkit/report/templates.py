@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 
 def render(template: str | Path, context: Mapping[str, Any]) -> str:
     """Renders a template of this folder (by name) or of a feature (by path), with escaping in
     HTML."""
-    environment = _environment(str(template).endswith(".html"))
-    if isinstance(template, Path):
-        return environment.from_string(template.read_text(encoding="utf-8")).render(context)
-    return environment.get_template(template).render(context)
+    path = Path(__file__).parent / template
+    environment = _environment(path.suffix == ".html")
+    return environment.from_string(path.read_text(encoding="utf-8")).render(context)
 
 
 def render_blocks(template: str | Path, context: Mapping[str, Any]) -> dict[str, Markup]:
@@ -44,9 +43,6 @@ def _environment(escapes: bool) -> jinja2.Environment:
         keep_trailing_newline=True,
     )
     environment.filters["number"] = format_number
-    environment.filters["setting"] = format_setting
-    environment.filters["duration"] = _duration
-    environment.filters["breakable"] = _breakable
     environment.filters["cell"] = cell
     return environment
 
@@ -62,26 +58,6 @@ def format_number(value: Any) -> str:
     if value == 0 or 1e-3 <= abs(value) < 1e4:
         return f"{value:.4f}"
     return f"{value:.4g}"
-
-
-def format_setting(value: Any) -> str:
-    """`5e-05`, `bf16`; a dash for None."""
-    if value is None:
-        return "–"
-    if isinstance(value, float):
-        return f"{value:g}"
-    return str(value)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 600:
-        return f"{seconds:,.0f} s"
-    return f"{seconds / 60:,.0f} min"
-
-
-def _breakable(name: Any) -> Markup:
-    """Allows a line break after each `_` and `/` of a name."""
-    return Markup(re.sub("([_/])", r"\1<wbr>", str(escape(name))))
 
 
 def cell(value: object) -> str:

@@ -1,10 +1,8 @@
-"""Trackers (`--report_to`): accelerate starts them; a run goes on without one that fails."""
+"""Trackers (`--report_to`), which accelerate starts."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +13,7 @@ from accelerate.tracking import TensorBoardTracker
 
 from toolkit import launch
 from toolkit.config import TrainingSettings
-from toolkit.errors import UserError, did_you_mean, first_line
+from toolkit.errors import UserError, did_you_mean
 from toolkit.utils.extras import install_command, is_installed
 
 # these are also the names of their packages
@@ -50,10 +48,11 @@ def start_trackers(
     config: dict[str, Any],
     step: int,
 ) -> None:
-    """Starts the trackers of `--report_to` on the main process, with their files in the run folder.
+    """Starts the trackers of `--report_to` on the main process.
 
-    `project` is the default of `--project`, `config` holds all settings; TensorBoard drops events
-    after `step`. Raises UserError if one cannot start: no login, no answer from its server.
+    `project` is the default of `--project`, `config` holds all settings; TensorBoard, whose files
+    are in the run folder, drops events after `step`. Raises what a tracker raises that cannot
+    start: without a login, or an answer from its server.
     """
     if not accelerator.is_main_process:
         return
@@ -65,41 +64,22 @@ def start_trackers(
         "swanlab": {"experiment_name": run_name, "logdir": str(folder / "swanlab")},
         "trackio": {"name": run_name},
     }
+    launch.close_on_failure(partial(close_failed, accelerator.trackers))
     accelerator.log_with = [name for name in names if name != "tensorboard"]
     if "tensorboard" in names:  # it has no projects
         path = str(folder / "tensorboard")
         accelerator.log_with.append(TensorBoardTracker("", path, purge_step=step + 1))
-    launch.close_on_failure(partial(mark_failed, accelerator.trackers))
-    try:
-        if "mlflow" in names:
-            _set_mlflow_store(folder / "mlflow")
-        accelerator.init_trackers(settings.project or project, init_kwargs=options)
-        for tracker in accelerator.trackers:
-            if tracker.name != "tensorboard":  # it would show them as a second, unnamed run
-                tracker.store_init_configuration(config)
-    except Exception as error:
-        why = f"{type(error).__name__}: {first_line(error)}"
-        remedy = "fix that, or pass --report_to none"
-        raise UserError(f"--report_to {','.join(names)} cannot start ({why}): {remedy}") from error
+    accelerator.init_trackers(settings.project or project, init_kwargs=options)
+    for tracker in accelerator.trackers:
+        if tracker.name != "tensorboard":  # it would show them as a second, unnamed run
+            tracker.store_init_configuration(config)
 
 
-def _set_mlflow_store(folder: Path) -> None:
-    """The folder, unless MLFLOW_TRACKING_URI is set."""
-    if "MLFLOW_TRACKING_URI" not in os.environ:
-        folder.mkdir(exist_ok=True)
-        mlflow = importlib.import_module("mlflow")
-        mlflow.set_tracking_uri(f"sqlite:///{folder.resolve()}/mlflow.db")
-
-
-def mark_failed(trackers: Sequence[Any]) -> None:
-    """Ends the trackers of a run that failed."""
+def close_failed(trackers: Sequence[Any]) -> None:
+    """Closes the trackers of a run that failed, so that none loses a step."""
     for tracker in trackers:
         with contextlib.suppress(Exception):  # one that fails must not keep the others open
             if tracker.name == "wandb":
                 tracker.run.finish(exit_code=1)
-            elif tracker.name == "mlflow":
-                importlib.import_module("mlflow").end_run("FAILED")
-            elif tracker.name == "swanlab":
-                tracker.run.finish("crashed", "the run failed")
             else:
                 tracker.finish()

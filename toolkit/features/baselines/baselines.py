@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.data.labels import MULTI
+from toolkit.data.labels import MULTI, REGRESSION
 from toolkit.data.tokens import Split
 from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.outputs import Evaluation
@@ -25,22 +25,24 @@ from toolkit.report.statistics import class_scores, intervals
 
 FILE = "baselines.json"
 LARGEST, LINEAR, MODEL = "largest class", "tf-idf + logistic regression", "this model"
-_MAX_ROWS, _MAX_ROWS_TIMES_CLASSES, _MAX_CLASSES, _ITERATIONS = 20_000, 200_000, 200, 40
-"""So that the linear model takes seconds on one core."""
+# so that the linear model takes seconds on one core
+_MAX_ROWS = 20_000
+_MAX_ROWS_TIMES_CLASSES = 200_000
+_MAX_CLASSES = 200
 _MAX_WEIGHTS = 10**6
-"""Weights of the linear model, which uses the most frequent features."""
+_ITERATIONS = 40
 
 
 def write_baselines(
     folder: Path, train: Split | None, split: Split, logits: np.ndarray, answers: ClassAnswers
 ) -> list[str]:
     """Writes `folder`/baselines.json and returns the lines to print; as `baselines`."""
-    content = baselines(train, split, logits, answers)
-    if content:
-        rows = {"num_samples": len(split), "train": len(train) if train else 0}
-        about = {"split": split.name, **rows}
-        write_atomically(folder / FILE, [dumps(about | content, indent=2), "\n"])
-    return describe(content)
+    if answers.labels.problem_type == REGRESSION:
+        return []
+    models = baselines(train, split, logits, answers)
+    content = {"split": split.name, "num_samples": len(split), "models": models}
+    write_atomically(folder / FILE, [dumps(content, indent=2), "\n"])
+    return describe(models)
 
 
 def read_baselines(folder: Path, last: Evaluation) -> dict[str, Any] | None:
@@ -48,55 +50,43 @@ def read_baselines(folder: Path, last: Evaluation) -> dict[str, Any] | None:
     if not (folder / FILE).is_file():
         return None
     content = dict(json.loads((folder / FILE).read_text(encoding="utf-8")))
-    evaluated = (last.split, last.numbers.get("num_samples"))
-    return content if (content["split"], content["num_samples"]) == evaluated else None
+    if content["split"] != last.split or content["num_samples"] != last.numbers["num_samples"]:
+        return None
+    return content
 
 
 def baselines(
     train: Split | None, split: Split, logits: np.ndarray, answers: ClassAnswers
 ) -> dict[str, Any]:
-    """`models`: name -> metric -> value, low, high; `trained_on`: training rows of the linear
-    model.
-
-    `logits`: (N, C), the model's for `split`. Without `train` the model alone is evaluated; {} for
-    regression.
-    """
+    """Model -> metric -> value, low, high. `logits`: (N, C), the model's for `split`. Without
+    `train` the model alone is evaluated."""
     labels = answers.labels
-    if labels.problem_type == "regression":
-        return {}
-    multi = labels.problem_type == MULTI
+    size = labels.size
     guesses: dict[str, np.ndarray] = {}  # (N, C) bool
-    trained_on = 0
     if train is not None:
-        truth = _one_hot(train.labels, labels.size, multi)
-        counts = truth.sum(axis=0)
-        largest = counts > len(train) / 2 if multi else np.arange(labels.size) == counts.argmax()
-        guesses[LARGEST] = np.broadcast_to(largest, (len(split), labels.size))
-        rows = _sample(train, labels.size)
-        if labels.size <= _MAX_CLASSES and len(np.unique(truth[rows], axis=0)) > 1:
-            trained_on = len(rows)
-            guesses[LINEAR] = _one_hot(_linear(train, rows, split), labels.size, multi)
-    adjusted = answers.adjust_logits(logits)
-    guesses[MODEL] = _one_hot(adjusted > 0 if multi else adjusted.argmax(1), labels.size, multi)
-    truth = _one_hot(split.labels, labels.size, multi)
-    scores = {
-        name: class_scores(truth, each, labels.problem_type) for name, each in guesses.items()
+        guesses = _simple_models(train, split, size)
+    scores = answers.adjust_logits(logits)
+    guesses[MODEL] = scores > 0
+    if labels.problem_type != MULTI:
+        guesses[MODEL] = _one_hot(scores.argmax(axis=1), size)
+    truth = _one_hot(split.labels, size)
+    return {
+        name: intervals(class_scores(truth, guess, labels.problem_type))
+        for name, guess in guesses.items()
     }
-    models = {name: intervals(each) for name, each in scores.items()}
-    return {"models": models, "trained_on": trained_on}
 
 
-def _one_hot(classes: np.ndarray, size: int, multi: bool) -> np.ndarray:
+def _one_hot(labels: np.ndarray, size: int) -> np.ndarray:
     """(N,) classes, or (N, C) labels -> (N, C) bool."""
-    return classes > 0.5 if multi else classes[:, None] == np.arange(size)
+    if labels.ndim == 2:
+        return labels > 0.5
+    return labels[:, None] == np.arange(size)
 
 
-def describe(content: dict[str, Any]) -> list[str]:
+def describe(models: dict[str, Any]) -> list[str]:
     """Lines to print: F1 (macro) of each model, and a warning if the linear one is about as
     good."""
-    values = {name: metrics["f1_macro"] for name, metrics in content.get("models", {}).items()}
-    if not values:
-        return []
+    values = {name: metrics["f1_macro"] for name, metrics in models.items()}
     texts = []
     for name, value in values.items():
         texts.append("{} {value:.4f} ({low:.4f} to {high:.4f})".format(name, **value))
@@ -108,35 +98,36 @@ def describe(content: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _sample(train: Split, classes: int) -> np.ndarray:
-    """The training rows of the linear model: all, or a random sample within the limits."""
-    most = min(len(train), _MAX_ROWS, max(1000, _MAX_ROWS_TIMES_CLASSES // classes))
-    return np.sort(np.random.default_rng(0).choice(len(train), most, replace=False))
-
-
-def _linear(train: Split, rows: np.ndarray, split: Split) -> np.ndarray:
-    """Predictions for the rows of the split: (N,) classes, or (N, C) labels."""
+def _simple_models(train: Split, split: Split, size: int) -> dict[str, np.ndarray]:
+    """Model -> predictions for the split, (N, C) bool."""
+    from sklearn.dummy import DummyClassifier
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
     from sklearn.multiclass import OneVsRestClassifier
 
-    truth = train.labels[rows].astype(int)
-    model: Any = LogisticRegression(C=10, max_iter=_ITERATIONS)
-    classes = truth.max() + 1
+    def one_hot(predicted: np.ndarray) -> np.ndarray:
+        # of a single label sklearn returns (N,)
+        return _one_hot(predicted.reshape(split.labels.shape), size)
+
+    truth = train.labels.astype(int)
+    largest = DummyClassifier().fit(truth, truth)  # it does not look at its inputs
+    guesses = {LARGEST: one_hot(largest.predict(split.labels))}
+    count = min(len(train), _MAX_ROWS, _MAX_ROWS_TIMES_CLASSES // size)
+    rows = np.sort(np.random.default_rng(0).choice(len(train), count, replace=False))
+    if size > _MAX_CLASSES or len(np.unique(truth[rows])) < 2:
+        return guesses
+    linear: Any = LogisticRegression(C=10, max_iter=_ITERATIONS)
     if truth.ndim == 2:
-        model = OneVsRestClassifier(model)
-        classes = truth.shape[1]
-    features = _MAX_WEIGHTS // max(20, classes)
+        linear = OneVsRestClassifier(linear)
     weighting = TfidfVectorizer(
         lowercase=False, tokenizer=str.split, token_pattern=None, ngram_range=(1, 2),
-        max_features=features, sublinear_tf=True,
+        max_features=_MAX_WEIGHTS // max(20, size), sublinear_tf=True,
     )  # fmt: skip
     with warnings.catch_warnings():  # about few iterations, and labels without rows
         warnings.simplefilter("ignore")
-        model.fit(weighting.fit_transform(_texts(train, rows)), truth)
-    predicted = model.predict(weighting.transform(_texts(split, np.arange(len(split)))))
-    # of a single label sklearn returns (N,)
-    return np.asarray(predicted).reshape(split.labels.shape)
+        linear.fit(weighting.fit_transform(_texts(train, rows)), truth[rows])
+    features = weighting.transform(_texts(split, np.arange(len(split))))
+    return {**guesses, LINEAR: one_hot(linear.predict(features))}
 
 
 def _texts(split: Split, rows: np.ndarray) -> Iterator[str]:

@@ -29,11 +29,8 @@ class BaselinesFeature(Feature):
     def results(
         self, folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any
     ) -> Sequence[str]:
-        if not section_in(settings, BaselineSettings).baselines:
-            # from before the settings changed
-            (folder / "baselines.json").unlink(missing_ok=True)
-            return ()
-        if not evaluation.outputs:
+        if not section_in(settings, BaselineSettings).baselines or not evaluation.outputs:
+            (folder / "baselines.json").unlink(missing_ok=True)  # of an earlier model
             return ()
         from toolkit.features.baselines.baselines import write_baselines
 

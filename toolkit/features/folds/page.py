@@ -25,7 +25,7 @@ def predictions(
     a run whose last evaluation is not of its part."""
     run = folder / f"fold-{fold}"
     record = Record.load(run)
-    lines = record.of_last(list(record.predictions(run)))
+    lines = list(record.predictions())
     if record.last.split != "validation" or not lines:
         raise UserError(f"{run}: its predictions are not those of its validation rows")
     for line in lines:

@@ -19,6 +19,7 @@ from toolkit.launch.precision import autocast
 from toolkit.objective.losses import sample_losses
 from toolkit.report.files import RunFiles
 from toolkit.report.html import write_report
+from toolkit.report.record import Record
 from toolkit.report.summary import class_lines
 from toolkit.utils.features import features
 from toolkit.utils.files import explain_write_errors, replace_folder
@@ -56,7 +57,7 @@ def evaluate_file(options: Any) -> None:
     with explain_write_errors(out), replace_folder(out) as folder:
         lines = _write_folder(job, folder, evaluation, answers)
         rows = list(map(join_pair, *texts)) if len(texts) > 1 else texts[0]
-        write_report(folder, evaluation, rows, name=out.resolve().name)
+        write_report(Record.load(folder), rows, name=out.resolve().name)
     print(f"{len(split)} rows: {evaluation}")
     for line in [*class_lines(evaluation), *answers.describe(evaluation), *lines]:
         print(line)

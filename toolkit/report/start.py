@@ -1,0 +1,119 @@
+"""What a run writes and prints at its start: config.json, and lines on world, data and schedule."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from toolkit import demo, launch
+from toolkit.config import ModelSettings
+from toolkit.launch.environment import attempt, max_restarts
+from toolkit.models import lora
+from toolkit.training.optimizer import unwrapped_optimizer
+from toolkit.training.resume import Resumed
+from toolkit.utils.extras import install_command, is_installed
+
+if TYPE_CHECKING:
+    from toolkit.run import Run
+
+
+def write_config(run: Run, resumed: Resumed | None) -> None:
+    """Writes config.json."""
+    data = run.data
+    facts = {
+        "samples": data.sizes,
+        **data.facts,
+        **data.targets.source(),
+        "text_column": data.text_column,
+        "max_length": data.max_length,
+        "digest": data.digest,
+        "file_digests": data.file_digests,
+        "notes": data.notes,
+        **asdict(run.schedule),
+        "metric_for_best_model": run.best.metric,
+        "pipeline_tag": data.targets.pipeline_tag,
+    }
+    sections = {
+        "identity": run.facts["identity"],
+        "optimizer": type(unwrapped_optimizer(run.checkpoints.optimizer)).__name__,
+        "resumed_from": str(resumed.folder) if resumed else None,
+    }
+    run.files.write_config(run.settings, facts, sections)
+
+
+def start_lines(run: Run, model: Any) -> list[str]:
+    """World, data, model and schedule; some are empty."""
+    settings = run.settings
+    lines = [
+        *_world_lines(run),
+        *_data_lines(run),
+        _schedule_line(run),
+        demo.demo_entry(settings.model.model_name_or_path).note,
+        demo.demo_entry(settings.data.dataset_name).note,
+    ]
+    if not is_installed("matplotlib"):
+        lines.append(f"report.html will have no curves: {install_command('report')}")
+    if isinstance(settings.model, ModelSettings) and settings.model.lora_r:
+        lines.append(lora.describe(model, settings.model))
+    return lines
+
+
+def _world_lines(run: Run) -> list[str]:
+    accelerator = run.accelerator
+    lines = [f"run folder: {run.folder.path}"]
+    if attempt():
+        lines.append(f"attempt {attempt() + 1} of {max_restarts() + 1}")
+    world = "one process"
+    if accelerator.num_processes > 1:
+        kind = accelerator.distributed_type.value.lower()
+        world = f"{accelerator.num_processes} processes ({kind})"
+    precision = accelerator.mixed_precision
+    lines.append(f"{world}, {accelerator.device.type}, mixed precision {precision}")
+    machines = launch.list_machines()
+    if machines:
+        lines.append(f"machines: {', '.join(machines)}")
+    return lines
+
+
+def _data_lines(run: Run) -> list[str]:
+    data = run.data
+    sizes = ", ".join(f"{split}: {count} samples" for split, count in data.sizes.items())
+    columns = f"column {data.text_column}"
+    if data.text_pair:
+        columns += f", paired with {data.text_pair}"
+    return [
+        f"{sizes}; {data.targets.describe()}",
+        f"texts: {columns}, at most {data.max_length} tokens",
+        *data.notes,
+        data.advice,
+    ]
+
+
+def _schedule_line(run: Run) -> str:
+    schedule = run.schedule
+    per_step = f"{run.settings.training.global_batch_size} samples per step"
+    if schedule.accumulation > 1:
+        per_step += f" (at most {schedule.accumulation} micro-batches on each process)"
+    steps = f"{schedule.total_steps} optimizer steps, {schedule.steps_per_epoch} per epoch"
+    return f"{steps}, {per_step}"
+
+
+def is_demo(settings: Any) -> bool:
+    return str(settings.data.dataset_name).startswith(demo.PREFIX)
+
+
+def command_to_continue(run: Run) -> str:
+    """What resumes the run after a stop signal: a command, or a call in a script."""
+    training, folder = run.settings.training, str(run.folder.path)
+    if "ipykernel" in sys.modules or not (is_demo(run.settings) or sys.argv[1:]):
+        return f"the same call, with output_dir={folder!r}"
+    words = shlex.split(launch.launch_info()["command"])
+    if not training.output_dir:
+        words += ["--output_dir", folder]
+    if training.overwrite_output_dir:
+        words.append("--overwrite_output_dir=false")
+    if training.resume != "auto":
+        words.append("--resume=auto")
+    return shlex.join(words)
