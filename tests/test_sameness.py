@@ -257,7 +257,7 @@ def test_what_lora_saves() -> None:
     )
     changed = {name for name in before if not torch.equal(before[name], after[f"bert.{name}"])}
     assert changed == {name for name in before if re.search(r"(query|dense)\.weight$", name)}
-    assert "LoRA" in (run / "model" / "README.md").read_text(encoding="utf-8")
+    assert "lora_r" in (run / "model" / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.multiprocess

@@ -297,26 +297,6 @@ def test_a_loop_that_ends_early_is_logged_evaluated_and_saved(
         assert (run / "model" / "model.safetensors").is_file()
 
 
-def test_a_recipe_that_does_not_finish_says_so(
-    tmp_path: Path, tiny_model: Path, reviews: Path
-) -> None:
-    (tmp_path / "own_return.py").write_text(
-        edited([]).replace(ZERO, f"{ZERO}        return\n"), encoding="utf-8"
-    )
-    files = [
-        "--train_file",
-        reviews,
-        "--model_name_or_path",
-        tiny_model,
-        "--output_dir",
-        tmp_path / "run",
-    ]
-    assert (
-        f"{tmp_path / 'run'}: `run.finish"
-        in run_jobs(tmp_path, [], [["own_return", *files, *COMMON]]).err
-    )
-
-
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["zero2 x2", "fsdp2 x2"])
 def test_running_means_are_equal_in_all_processes(

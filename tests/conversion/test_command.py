@@ -64,6 +64,6 @@ def test_a_signal_leaves_nothing(sent: signal.Signals, big: Path, tmp_path: Path
 
 def test_the_command_line(tmp_path: Path) -> None:
     torch.save({"a.weight": torch.ones(2)}, tmp_path / "model.pt")
-    start(["toolkit", "convert", tmp_path / "model.pt"]).says_in_one_line("CHECKPOINT OUT")
+    start(["toolkit", "convert", tmp_path / "model.pt"]).says_in_one_line("required: out")
     start(["toolkit", "convert", tmp_path / "model.pt", tmp_path / "out"]).succeeded()
     assert (tmp_path / "out" / "model.safetensors").is_file()

@@ -183,7 +183,7 @@ def test_a_source_without_tokenizer_or_weights_or_a_missing_one(
     for path in source.glob("tokenizer*"):
         path.unlink()
     fault_of(source, out, match="tokenizer")
-    fault_of("demo:minilmm", out, match="did you mean minilm")
+    fault_of("demo:minilmm", out, match="did you mean demo:minilm")
     assert not out.exists()
 
 

@@ -153,7 +153,7 @@ def test_unsuitable_teachers(
             "tokenizes texts differently (tokens or token types) than the student",
         ),
         (tiny_model, f"--teacher {tiny_model}"),
-        (tmp_path / "no", "no such folder"),
+        (tmp_path / "no", "cannot be loaded"),
     ):
         assert message in failed(*data, "--teacher", unsuitable)
 

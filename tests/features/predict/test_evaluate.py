@@ -24,7 +24,9 @@ from toolkit.features.predict.job import sibling
 def labels_of_file(
     labels: Labels, columns: dict[str, list[Any]], model: Any = "none", name: str | None = None
 ) -> Any:
-    table = Table.of(datasets.Dataset.from_dict({"text": ["good", "bad"], **columns}), "new.csv", "")
+    table = Table.of(
+        datasets.Dataset.from_dict({"text": ["good", "bad"], **columns}), "new.csv", ""
+    )
     in_file: Any = choose_labels(str(model), table, name, labels)
     return in_file.encode(table).tolist()
 

@@ -90,17 +90,13 @@ def assert_same(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> N
     pd.testing.assert_frame_equal(pd.DataFrame(rows), pd.DataFrame(expected), rtol=0, atol=2e-6)
 
 
-def test_windows(
-    predicted: Predict, texts: list[str], tmp_path: Path, capsys: Any, monkeypatch: Any
-) -> None:
+def test_windows(predicted: Predict, texts: list[str], tmp_path: Path, capsys: Any) -> None:
     whole = rows_of(predicted("whole.csv", window=10**6))
     assert [row["text"] for row in whole] == texts
     assert [row["id"] for row in whole] == [f"{row:03d}" for row in range(ROWS)]
     assert len({row["probability_a"] for row in whole}) > ROWS / 2
     assert_same(rows_of(predicted("windows.csv")), whole)
     assert re.search(r"\b1 of 70 rows .*\(rows 61\)", capsys.readouterr().err)
-    monkeypatch.setattr(read, "IN_MEMORY_BYTES", -1)  # a large file's rows lie on the disk
-    assert_same(rows_of(predicted("disk.csv")), whole)
     assert not list(tmp_path.glob("*.parts"))
 
 
