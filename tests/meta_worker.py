@@ -120,7 +120,8 @@ def _caller() -> str:
 
 def accelerator_on_device(*arguments: Any) -> Accelerator:
     # the model is on the device already
-    accelerator = make_accelerator(*arguments, device_placement=False)
+    accelerator = make_accelerator(*arguments)
+    accelerator.device_placement = False
     move_to(DEVICE, accelerator)
     return accelerator
 

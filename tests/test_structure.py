@@ -1,4 +1,4 @@
-"""The house of DESIGN.md: floors without an upward arrow, recipes that know no strategy, light imports."""
+"""The house of docs/reading.md: floors without an upward arrow, recipes that know no strategy, light imports."""
 
 import ast
 import functools

@@ -119,7 +119,7 @@ def test_fsdp_with_what_it_cannot_do(
     os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_OFFLOAD_PARAMS="true", **ZERO3)
     monkeypatch.setattr(PartialState(), "num_processes", 2)
     refusal(world._set_sharded_type, PartialState(), True, says=["fsdp_offload_params", "false"])
-    refusal(strategy.use_deepspeed, ALONE, "cpu", says=["--deepspeed_config", "FSDP"])
+    refusal(strategy.use_deepspeed, ALONE, "cpu", says=["DeepSpeed", "FSDP"])
 
 
 def test_a_second_accelerator_is_sharded_too(

@@ -43,7 +43,7 @@ class Inputs(dict[str, torch.Tensor]):
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch on its device; padding samples have weight 0 and id -1."""
+    """One micro-batch on its device; padding samples have id -1, and in training weight 0."""
 
     inputs: dict[str, torch.Tensor]
     """(B, S) int64: `input_ids`; `attention_mask` if anything is padded (`Inputs`);
@@ -51,7 +51,7 @@ class Batch:
     labels: torch.Tensor
     """(B,) int64, (B, classes) float32 or (B,) float32; of tokens (B, T) int64."""
     weights: torch.Tensor
-    """(B,) float32: `Split.weights`, or 1; 0 for padding samples."""
+    """(B,) float32: `Split.weights`, or 1; in training 0 for padding samples."""
     ids: torch.Tensor
     """(B,) int64: rows in the source."""
     samples: int

@@ -145,7 +145,7 @@ class Launcher:
             self.ranks.append(Rank(name, process, file))
 
     def _torch_variables(self, first: int, local: int, env: dict[str, str]) -> dict[str, str]:
-        """None for a single process of no strategy, which needs no group."""
+        """Empty for a single process of no strategy, which needs no group."""
         sharded = {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"} & env.keys()
         if self.request.processes == 1 and not sharded:
             return {}

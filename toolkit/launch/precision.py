@@ -1,4 +1,5 @@
-"""`--mixed_precision auto`: what the config file enables, or what this hardware computes fast.
+"""Autocast, kernels, and `--mixed_precision auto`: what the config file enables, or what this
+hardware computes fast.
 
 A CPU computes bf16 faster than fp32 if it has AMX, or if it is AMD's with avx512_bf16; a Xeon with
 avx512_bf16 and no AMX took 1.4 times as long in bf16 as in fp32.
@@ -58,8 +59,8 @@ def auto_precision(device: str) -> str:
 def choose_matmul_precision(accelerator: Accelerator) -> None:
     """TF32 for the fp32 products and convolutions of a bf16 or fp16 run on a GPU; nowhere else.
 
-    Torch's own attention kernels, not cuDNN's, which plan for each new shape of a batch: with
-    texts of up to 512 tokens Trainer took about 2.7 times as long with cuDNN's on an H100.
+    And torch's own attention kernels in place of cuDNN's, which plan for each new shape of a batch:
+    with texts of up to 512 tokens Trainer took about 2.7 times as long with cuDNN's on an H100.
     """
     import torch
 

@@ -32,9 +32,8 @@ def stop_requested() -> int:
 
 
 class StopSignals:
-    """`with StopSignals() as signals: ...`: inside, a stop signal only sets `signals.requested`.
-
-    A second Ctrl-C, three seconds later or more, raises KeyboardInterrupt.
+    """`with StopSignals(prints=True) as signals: ...`: inside, a stop signal only sets
+    `signals.requested`. A second Ctrl-C, three seconds later or more, raises KeyboardInterrupt.
     """
 
     current: ClassVar[StopSignals | None] = None

@@ -44,9 +44,7 @@ def use_deepspeed(place: Place, device: str) -> bool:
         return False
     require_extra("this launch", "deepspeed")
     if is_set("ACCELERATE_USE_FSDP"):
-        raise UserError(
-            f"--deepspeed_config {option}: the accelerate config asks for FSDP: use one"
-        )
+        raise UserError("this launch asks for DeepSpeed, and its config file for FSDP: use one")
     if file or not by_accelerate:  # otherwise the stage stands in the accelerate config
         path = find_file(file or DEFAULT_DEEPSPEED_CONFIG, sys.argv[0], "ds_configs")
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import warnings
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +27,11 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Accelerator:
+def make_accelerator(mixed_precision: str | None = None) -> Accelerator:
     """An `Accelerator` for the way this process was started, verified before any data is read.
 
     `mixed_precision`: no, bf16, fp16, auto (see `toolkit.launch.precision`) or None (accelerate's
-    default). `options` go to `Accelerator`. Raises UserError if the world is not the one requested.
+    default). Raises UserError if the world is not the one requested.
     """
     place = environment.set_torch_variables(os.environ)
     _stop_with_launcher(place)
@@ -44,7 +43,7 @@ def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Acce
     _start_process_group(world, device, uses_deepspeed)
     verify_world(place)
     chosen = _choose_precision(mixed_precision, world, device)
-    accelerator = _create(chosen, device, uses_deepspeed, options)
+    accelerator = _create(chosen, device, uses_deepspeed)
     precision.choose_matmul_precision(accelerator)
     if mixed_precision == AUTO:
         another = "(--mixed_precision no, bf16 or fp16 for another)"
@@ -116,8 +115,8 @@ def _check_number_of_gpus(place: Place, devices: int) -> None:
 
 
 def _start_process_group(world: World, device: str, uses_deepspeed: bool) -> None:
-    """Without `cpu=True` each process would form a world of one; DeepSpeed chooses its own device,
-    but not gloo."""
+    """Forms the group of all ranks, and accelerate's state of it. Without `cpu=True` each process
+    would form a world of one; DeepSpeed chooses its own device, but not gloo."""
     import torch
     from accelerate import PartialState
 
@@ -136,7 +135,7 @@ def _start_process_group(world: World, device: str, uses_deepspeed: bool) -> Non
             backend = torch.distributed.get_default_backend_for_device(device)
             torch.distributed.init_process_group(backend, **options)
         options = {"backend": "gloo"} if on_cpu else {}
-    state = PartialState(on_cpu and not uses_deepspeed, **options)
+    state = PartialState(cpu=on_cpu and not uses_deepspeed, **options)
     if is_set("ACCELERATE_USE_FSDP"):
         _set_sharded_type(state, on_cpu)
 
@@ -181,17 +180,14 @@ def verify_world(place: Place) -> None:
 
 
 def _choose_precision(setting: str | None, world: World, device: str) -> str | None:
-    """The precision, as rank 0 chooses it: it alone reads the checkpoint to resume, and its device
-    decides for `auto`."""
+    """The precision; rank 0's device decides for `auto`."""
     if setting == AUTO:
         setting = precision.auto_precision(device)
     choices: list[str | None] = world.exchange(setting, "the precision")
     return choices[0]
 
 
-def _create(
-    mixed_precision: str | None, device: str, uses_deepspeed: bool, options: Mapping[str, Any]
-) -> Accelerator:
+def _create(mixed_precision: str | None, device: str, uses_deepspeed: bool) -> Accelerator:
     import torch
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
@@ -199,7 +195,7 @@ def _create(
     handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     try:
         accelerator = Accelerator(
-            mixed_precision=mixed_precision, cpu=on_cpu, kwargs_handlers=handlers, **options
+            mixed_precision=mixed_precision, cpu=on_cpu, kwargs_handlers=handlers
         )
     except ValueError as error:  # accelerate's, of its settings
         file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")

@@ -29,7 +29,7 @@ class Average:
         first weights do not dominate a short run."""
         states = self._optimizer.state
         # AdamW initializes an empty state: the average of a weight without any gradient so far is
-        # the weight. SGD has no state of any
+        # the weight. SGD keeps no state
         tensors = [tensor for tensor in self._trained if states.get(tensor)] or self._trained
         for tensor in tensors:
             if _KEY not in states[tensor]:

@@ -71,8 +71,8 @@ def create_run_folder(
     facts: dict[str, Any],
 ) -> RunFolder:
     """Creates and locks the run's folder, on the main process. A run in it is continued from a
-    checkpoint; it is moved aside if it has none, or with `--overwrite_output_dir`. Raises
-    UserError, and OSError if the folder cannot be written."""
+    checkpoint; it is moved aside if it ended before its first one, or with
+    `--overwrite_output_dir`. Raises UserError, and OSError if the folder cannot be written."""
     stamp = launch_request().get("started") or time.strftime("%Y%m%d-%H%M%S")
     path = _path_for(settings, recipe, stamp)
     checkpoints = path / "checkpoints"
