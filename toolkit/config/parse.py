@@ -272,7 +272,10 @@ def _from_yaml(path: Path, fields: Fields, faults: Faults) -> dict[str, Any]:
             "given as --name value"
         )
     if not path.is_file():
-        raise UserError(f"there is no settings file {path} (looked in {Path.cwd()})")
+        raise UserError(
+            f"there is no settings file {path} (looked in {Path.cwd()}): name another, or pass "
+            "--train_file and --model_name_or_path"
+        )
     loaded = read_yaml(path) or {}  # an empty file
     if not isinstance(loaded, dict):
         raise UserError(f"{path} must hold lines of `name: value`")

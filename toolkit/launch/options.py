@@ -186,7 +186,7 @@ def read_config(path: Path) -> dict[str, Any]:
     if kind not in _TYPES:
         raise UserError(
             f"{path}: distributed_type {kind} is not supported: start from one of "
-            "accelerate_configs/"
+            "accelerate_configs/ (a file of settings stands before all options, without a name)"
         )
     return dict(config)
 

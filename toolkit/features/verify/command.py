@@ -95,7 +95,8 @@ class Trial:
             parts.insert(0, f"ended with an error: {self.error}" if self.error else "NOT THE SAME")
         if self.reason:
             parts.append(f"\n    -> {self.reason}")
-        return f"{self.name:28} {self.precision:4}  {'; '.join(parts)}"
+        precision = self.precision.replace("no", "fp32")
+        return f"{self.name:28} {precision:4}  {'; '.join(parts)}"
 
 
 def run(options: argparse.Namespace, words: list[str]) -> NoReturn:
@@ -153,7 +154,7 @@ class Verification:
         default = f"runs/verify-{Path(options.recipe).stem}-{stamp}"
         self.folder = Path(options.output_dir or default)
         self.folder.mkdir(parents=True)
-        self.middle = options.max_steps // 2 + 1
+        self.middle = min(options.max_steps // 2 + 1, options.max_steps - 1)
         exact = options.tolerance
         self.exact = {LOSS: exact, NORM: _FP32_NORM_FACTOR * exact, EVALUATION: exact}
 
