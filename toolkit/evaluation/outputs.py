@@ -34,9 +34,6 @@ It runs on the main process only."""
 ComputeMetrics = Callable[[Any, Any], dict[str, Any]]
 """The same without the last argument; for titles of two lists of texts."""
 Lines = Callable[[], Iterator[dict[str, Any]]]
-ReportProgress = Callable[[int, float], object]
-"""Called on the main process after each batch: (samples that are done, share of the work); by
-default a bar."""
 
 # samples of each process in a trial
 _TRIAL_SAMPLES = 2
@@ -119,11 +116,7 @@ class Outputs:
         self._collate = collator_of(split, tokenizer, accelerator.device)
         self._parts: list[list[np.ndarray]] = []
 
-    def batches(
-        self,
-        model: torch.nn.Module,
-        report: ReportProgress | None = None,
-    ) -> Iterator[Batch]:
+    def batches(self, model: torch.nn.Module) -> Iterator[Batch]:
         """Yields this process's batches, the longest texts first, with the model in evaluation mode
         and without gradients.
 
@@ -134,7 +127,6 @@ class Outputs:
         collations = self._collations()
         prefetcher = Prefetcher(accelerator.device)
         bar = Progress(self.split.name, len(self.split))
-        report = report or bar.update
         tokens, all_tokens = 0, max(1, int(self.split.lengths.sum()))
         samples = 0
         model.eval()
@@ -151,7 +143,7 @@ class Outputs:
                 if following is None:
                     samples, tokens = len(self.split), all_tokens
                 if accelerator.is_main_process:
-                    report(min(samples, len(self.split)), min(1.0, tokens / all_tokens))
+                    bar.update(min(samples, len(self.split)), min(1.0, tokens / all_tokens))
         bar.close()
         launch.explain_failures()
 
@@ -279,13 +271,12 @@ def predict(
     tokenizer: Any,
     per_device_batch_size: int,
     max_tokens: int | None = None,
-    report: ReportProgress | None = None,
 ) -> np.ndarray | None:
     """(N, C) float32 logits of a whole split on the main process, None on the others; a
     collective."""
     sizes = BatchSizes(per_device_batch_size, max_tokens)
     outputs = Outputs(accelerator, split, tokenizer, sizes)
-    for batch in outputs.batches(model, report):
+    for batch in outputs.batches(model):
         logits = model(**batch.inputs).logits.float()  # (B, C)
         outputs.add(accelerator.gather_for_metrics((batch.ids, logits)))
     return next(iter(outputs.in_order()), None)
