@@ -128,14 +128,15 @@ def run(options: argparse.Namespace, words: list[str]) -> NoReturn:
 
 
 def _write_record(digest: str, trials: Sequence[Trial]) -> None:
-    """Records the strategies of which all runs agree, if those of one process do."""
+    """Records the strategies of which all runs agree, if those of one process do, and no others."""
     disagree = {trial.strategy for trial in trials if not trial.agrees}
     for strategy in {trial.strategy for trial in trials}:
         path = record_path(digest, strategy)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
         if disagree & {strategy, "single"}:
-            path.unlink()
+            path.unlink(missing_ok=True)
+        else:
+            path.touch()
 
 
 class Verification:
