@@ -25,11 +25,31 @@ STEPS = 4
 SETTINGS = ["--config_file", "accelerate_configs/zero3.yaml", "--dropout", "0", "--report_to", "none",
             "--mixed_precision", "no", "--max_length", "8", "--global_batch_size", "2", "--eval_every", "1000",
             "--learning_rate", "1e-5"]  # fmt: skip
+# the recipe, which also writes how long each save makes training wait
+TIMED_RECIPE = """
+import runpy, time
+from toolkit.training.checkpoints import Checkpoints
+
+save = Checkpoints.save_if_due
+
+
+def timed_save(self, *arguments, **options):
+    before, started = self._saved_step, time.perf_counter()
+    save(self, *arguments, **options)
+    if self._saved_step != before and self.accelerator.is_main_process:
+        with self.path.with_name("waits.txt").open("a") as file:
+            print(time.perf_counter() - started, file=file)
+
+
+Checkpoints.save_if_due = timed_save
+runpy.run_path("recipes/cls.py", run_name="__main__")
+"""
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCHMARK_FOLDER")) as name:
         folder = Path(name)
+        (folder / "timed.py").write_text(TIMED_RECIPE, encoding="utf-8")
         settings = [*SETTINGS, *write_job(folder)]
         plain = run(settings, folder / "plain", STEPS)
         saved = run([*settings, "--checkpoint_every", "1"], folder / "saved", STEPS)
@@ -38,8 +58,8 @@ def main() -> None:
             folder / "behind",
             STEPS,
         )
+        waits = [f"{median_wait(folder / name):.2f}" for name in ("saved", "behind")]
         resumed = run([*settings, "--checkpoint_every", "100"], folder / "saved", STEPS + 1)
-    waits = [f"{statistics.median(seconds_of(lines)):.2f}" for _, lines in (saved, behind)]
     peaks = [
         f"{max(line['peak_memory_bytes'] for line in lines) / 1e9:.2f}"
         for _, lines in (plain, saved, behind)
@@ -80,7 +100,7 @@ def run(settings: list[str], output: Path, steps: int) -> tuple[float, list[dict
     before = len(log.read_text().splitlines()) if log.exists() else 0
     command = [
         sys.executable,
-        "recipes/cls.py",
+        str(output.with_name("timed.py")),
         *settings,
         "--max_steps",
         str(steps),
@@ -100,8 +120,10 @@ def run(settings: list[str], output: Path, steps: int) -> tuple[float, list[dict
     return first, [json.loads(line) for line in log.read_text().splitlines()]
 
 
-def seconds_of(lines: list[dict[str, float]]) -> list[float]:
-    return [line["checkpoint_seconds"] for line in lines if "checkpoint_seconds" in line]
+def median_wait(output: Path) -> float:
+    """Seconds that training waited for a checkpoint."""
+    lines = (output / "waits.txt").read_text(encoding="utf-8").splitlines()
+    return statistics.median(map(float, lines))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,7 @@ from tests.matrix import LABELLED, runs
 from tests.runs import lines_of, start
 
 EXPECTED = {
-    "six classes": {"accuracy", "f1_macro", "f1_micro", "f1_weighted", "per_class",
-     "confusion_matrix"},
+    "six classes": {"accuracy", "f1_macro", "f1_weighted", "per_class", "confusion_matrix"},
     "multi-label": {"accuracy", "f1_macro", "f1_micro", "f1_weighted", "per_class"},
     "regression": {"mse", "mae", "pearson"},
     "several numbers": {"mse", "mae", "pearson", "per_output"},

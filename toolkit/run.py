@@ -16,12 +16,19 @@ from accelerate.scheduler import AcceleratedScheduler
 
 from toolkit import launch
 from toolkit.checkpoint.model_folder import load_weights, save_model
-from toolkit.config import PretrainedSettings, flat, settings_of_features, tasks
+from toolkit.config import (
+    LongTextSettings,
+    PretrainedSettings,
+    flat,
+    section_in,
+    settings_of_features,
+    tasks,
+)
 from toolkit.data.batches import collator_of
+from toolkit.data.encode import truncate_split
 from toolkit.data.prepare import Data, finish_data, prepare_data
 from toolkit.data.tokenizer import load_tokenizer
 from toolkit.data.tokens import Split
-from toolkit.errors import UserError
 from toolkit.evaluation import Best, Evaluation, Outputs
 from toolkit.evaluation.answers import Answers, ClassAnswers
 from toolkit.evaluation.outputs import BatchSizes
@@ -29,10 +36,14 @@ from toolkit.evaluation.saved_model import COLUMNS
 from toolkit.launch.signals import StopRequested
 from toolkit.pretrained import load_config
 from toolkit.report.files import RunFiles
-from toolkit.report.log import RunLog
-from toolkit.report.start import command_to_continue, start_lines, write_config
-from toolkit.report.summary import evaluate_best_model, write_pages, write_results
-from toolkit.report.trackers import start_trackers, tracker_names
+from toolkit.report.log import RunLog, start_trackers, tracker_names
+from toolkit.report.summary import (
+    command_to_continue,
+    start_lines,
+    write_config,
+    write_pages,
+    write_results,
+)
 from toolkit.training.average import Average, average_as_weights
 from toolkit.training.batch_size import fit_batch_size
 from toolkit.training.checkpoints import Checkpoints
@@ -149,7 +160,6 @@ class Run:
         }
         self.best = Best(
             training.metric_for_best_model or data.targets.usual_metric,
-            data.facts["problem_type"],
             training.early_stopping_patience,
             training.greater_is_better,
         )
@@ -244,16 +254,12 @@ class Run:
         if step.evaluates:
             postponed = bool(steps.stop_signal) or not self._evaluate(evaluate, step.number)
         if self._gathered is not None:  # a step with a checkpoint is always gathered
-            self._log.write_line(self.checkpoints.save_if_due(self._gathered, postponed))
+            self.checkpoints.save_if_due(self._gathered, postponed)
 
     def _log_steps(self, finished: Iterator[StepMetrics]) -> None:
-        try:
-            for metrics in finished:
-                self._log.log_step(metrics)
-                self._gathered = metrics
-        except UserError:
-            self._log.write_line()
-            raise
+        for metrics in finished:
+            self._log.log_step(metrics)
+            self._gathered = metrics
 
     def _evaluate(self, evaluate: Evaluate, step: int) -> bool:
         """Evaluates the validation rows, of `--ema_decay` with the average, and saves the model if
@@ -294,7 +300,7 @@ class Run:
 
     def _close(self) -> None:
         self.checkpoints.wait()
-        self._log.close()
+        self._log.close_trackers()
 
     def finish(self, evaluate: Evaluate) -> None:
         """Evaluates the best model on the test rows, or else the validation rows, writes the model
@@ -308,7 +314,7 @@ class Run:
             load_weights(self.accelerator, self._steps.model, self.folder.model)
         for feature in features():
             feature.best_model(self, evaluate)
-        evaluation = evaluate_best_model(self, evaluate)
+        evaluation = self._evaluate_best_model(evaluate)
         if evaluation is not logged:
             self._log.log_evaluation(evaluation, self.best.step)
         self._close()
@@ -327,6 +333,24 @@ class Run:
             self._evaluate(evaluate, done)
             if self._gathered:
                 self.checkpoints.save_if_due(self._gathered, last=True)
+
+    def _evaluate_best_model(self, evaluate: Evaluate) -> Evaluation:
+        """On the test rows, or else the validation rows, and first on the same texts truncated to
+        `--compare_max_length`."""
+        split = self.data.test or self.data.validation
+        length = section_in(self.settings, LongTextSettings).compare_max_length
+        if length:
+            short = truncate_split(split, self.tokenizer, length, f"{split.name}_first_{length}")
+            truncated = self._answered(evaluate(short))
+            self.files.append_evaluation(truncated, self.best.step, max_length=length)
+            self.say(f"the saved model reading the first {length} tokens only: {truncated}")
+        return self._answered(self.best_evaluation(split, evaluate))
+
+    def _answered(self, evaluation: Evaluation) -> Evaluation:
+        """The evaluation of the answers that a feature makes of the model's outputs."""
+        if evaluation.compute_metrics is None:
+            return evaluation
+        return self.answers.evaluation(evaluation, evaluation.compute_metrics)
 
     def best_evaluation(self, split: Split, evaluate: Evaluate) -> Evaluation:
         """Evaluates a split with the best model, which must be loaded, unless that was the last

@@ -171,9 +171,9 @@ def test_require_equal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_more_processes_than_gpus(no_launcher: None) -> None:
-    world._check_number_of_gpus(Place("torchrun", 3, 4, 3, 4), 4)
+    world._choose_gpu(Place("torchrun", 3, 4, 3, 4), 4)
     for place in Place("torchrun", 3, 4, 3, 4), Place("mpirun", 7, 8, 3, 4):  # one, two machines
         total = place.world_size // 2
-        refusal(world._check_number_of_gpus, place, 2, match=f"2 GPUs: start {total} in all")
-    world._check_number_of_gpus(Place("srun", 1, 2, 1, 2), 1)  # a scheduler shows each process one
+        refusal(world._choose_gpu, place, 2, match=f"2 GPUs: start {total} in all")
+    world._choose_gpu(Place("srun", 1, 2, 1, 2), 1)  # a scheduler shows each process one
     assert os.environ["LOCAL_RANK"] == "0"

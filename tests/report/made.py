@@ -34,7 +34,11 @@ def make_run(
         "max_target_length": 24,
     }
     if labels:
-        learned = {"labels": list(labels.names), "problem_type": labels.problem_type}
+        learned = {
+            "labels": list(labels.names),
+            "problem_type": labels.problem_type,
+            "metric_for_best_model": labels.usual_metric,
+        }
     count = numbers.get("num_samples", len(predictions))
     config = {
         "settings": settings,
@@ -56,9 +60,7 @@ def make_run(
     whole = {"num_samples": count, **numbers}
     per_evaluation = [{"step": step, "split": "validation", **whole} for step in (10, 20, 30, 40)]
     for line in per_evaluation[:-1]:
-        line |= {
-            name: 0.1 for name in ("accuracy", "f1_macro", "f1_micro", "rougeL") if name in numbers
-        }
+        line |= {name: 0.1 for name in ("accuracy", "f1_macro", "rougeL") if name in numbers}
         line["loss"] = 2 * numbers["loss"]
     write_lines(folder / "metrics.jsonl", per_step)
     write_lines(folder / "eval.jsonl", per_evaluation)
@@ -89,5 +91,5 @@ def write_lines(path: Path, lines: Sequence[dict[str, Any]], mode: str = "w") ->
 
 def add_comparison(folder: Path, **more: Any) -> None:
     line = {"step": 40, "split": "validation_first_16", "max_length": 16, "num_samples": 60, "loss": 0.25,
-            "accuracy": 0.625, "f1_macro": 0.99, "f1_micro": 0.625, "per_class": {}} | more  # fmt: skip
+            "accuracy": 0.625, "f1_macro": 0.99, "per_class": {}} | more  # fmt: skip
     write_lines(folder / "eval.jsonl", [line], "a")

@@ -1,10 +1,7 @@
 """report.html opens offline and shows the numbers, for every kind of task."""
 
 import re
-import shutil
-import subprocess
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -23,7 +20,13 @@ CHINESE = ("负面", "正面", "中性")
 NASTY = "<script>alert('x')</script> 这部电影 & “好”"
 Run = tuple[Path, Evaluation, list[str]]
 REGRESSION = {"loss": 0.1, "mse": 0.1, "mae": 0.3, "pearson": 0.9}
+
+
 VOID = "meta|link|br|hr|img|input"
+
+
+def regression(*names: str) -> Labels:
+    return Labels("regression", names, names)
 
 
 class Page:
@@ -31,11 +34,8 @@ class Page:
 
     def __init__(self, path: Path) -> None:
         self.source = path.read_text(encoding="utf-8")
-        closed = re.sub(
-            rf"<({VOID})\b([^>]*?)/?>",
-            r"<\1\2/>",
-            re.sub('<wbr>|xlink:| xmlns="[^"]*"', "", self.source),
-        )
+        plain = re.sub('xlink:| xmlns="[^"]*"', "", self.source)
+        closed = re.sub(rf"<({VOID})\b([^>]*?)/?>", r"<\1\2/>", plain)
         root = ElementTree.fromstring(closed)
         self.tags = [(element.tag, element.attrib) for element in root.iter()]
         self.rows: dict[str, list[list[str]]] = {}
@@ -59,15 +59,9 @@ class Page:
 
     def loads(self) -> list[str]:
         """The URLs outside the page that a browser would fetch."""
-        names = {"src", "srcset", "href", "data", "poster", "action"}
-        urls = [
-            attributes[name]
-            for tag, attributes in self.tags
-            if tag != "a"
-            for name in names & {*attributes}
-        ]
-        urls += re.findall(r"url\(\s*['\"]?([^)'\"]*)|(@import[^;]*)", self.source)
-        return [url for url in map("".join, urls) if url and not url.startswith(("#", "data:"))]
+        start = r"(?:\b(?:src|srcset|href|poster|action)=|url\(|@import )"
+        urls = re.findall(rf"{start}\s*['\"]?([^)'\";> ]+)", self.source)
+        return [url for url in urls if not url.startswith(("#", "data:"))]
 
 
 def single(
@@ -80,7 +74,7 @@ def single(
         for place, (row, truth) in enumerate(zip(chances, truths, strict=True))
     ]  # fmt: skip
     scores = {"precision": 0.5, "recall": 0.25, "f1": 1 / 3, "support": 7}
-    numbers = {"loss": 0.5, "accuracy": 0.75, "f1_macro": 0.7, "f1_micro": 0.75}
+    numbers = {"loss": 0.5, "accuracy": 0.75, "f1_macro": 0.7}
     return predictions, {**numbers, "per_class": dict.fromkeys(names, scores)}
 
 
@@ -100,7 +94,7 @@ def written(run: Run) -> Page:
     return Page(folder / "report.html")
 
 
-def page_for(
+def new_page(
     folder: Path, labels: Labels | None, lines: list[Any], numbers: Any, texts: Sequence[str] = ()
 ) -> Page:
     return written((folder, make_run(folder, labels, lines, numbers), list(texts)))
@@ -115,28 +109,21 @@ def test_a_classification(three: Run) -> None:
     page = written(three)
     assert page.loads() == []
     assert {"script", "img", "iframe", "object"}.isdisjoint(tag for tag, _ in page.tags)
-    shown = [row[1] for row in page.rows["mistakes"][1:]]
-    assert NASTY in shown  # as text
-    assert max(len(text) for text in shown) == 300
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "config.json", "eval.jsonl", "metrics.jsonl", "predictions.jsonl", "report.html"
-    ]  # fmt: skip
-    for shown in ("all-MiniLM-L6-v2 on train<1>.csv", "step 40", "Accuracy 0.7500", "2 (zero2), bf16",
+    for shown in ("all-MiniLM-L6-v2 on train<1>.csv", "step 40", "accuracy 0.7500", "2 (zero2), bf16",
                   "7,677 train", "accelerate_configs/zero2.yaml", "recipes/cls.py --seed 1",
-                  "learning_rate 5e-05", "40 of 40"):  # fmt: skip
+                  "learning_rate 5e-05", "40 of 40", "accuracy on validation"):  # fmt: skip
         assert shown in page.text
-    assert "F1 (micro)" not in page.text  # it equals the accuracy
     predictions = lines_of(folder / "predictions.jsonl")
-    wrong = [line for line in predictions if line["label"] != line["prediction"]]
-    surest = sorted(wrong, key=lambda line: line["probabilities"][CHINESE.index(line["label"])])[
-        :20
-    ]
+    wrong = []
+    for line, text in zip(predictions, three[2], strict=True):
+        if line["label"] != line["prediction"]:
+            error = 1 - line["probabilities"][CHINESE.index(line["label"])]
+            shown = text if text == NASTY else text[:299] + "…"  # as text
+            wrong.append([error, str(line["id"] + 1), shown, line["label"], line["prediction"]])
     head, *rows = page.rows["mistakes"]
-    assert head == ["row", "text", "missed", "wrongly predicted"]
-    assert [[int(row[0]), *row[2:]] for row in rows] == [
-        [line["id"] + 1, f"{line['label']}{line['probabilities'][CHINESE.index(line['label'])]:.3f}",
-         f"{line['prediction']}{max(line['probabilities']):.3f}"] for line in surest
-    ]  # fmt: skip
+    assert head == ["row", "text", "label", "prediction", "error"]
+    expected = sorted(wrong, reverse=True)[:20]
+    assert rows == [[*row, f"{error:.4g}"] for error, *row in expected]
     head, *rows = page.rows["confusion"]
     assert head == ["", *CHINESE, "samples"]
     for name, row in zip(CHINESE, rows, strict=True):
@@ -150,19 +137,40 @@ def test_a_classification(three: Run) -> None:
 def test_the_home_folder_becomes_a_tilde(three: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     path = three[0] / "config.json"
-    command = "/home/somebody/cls.py --output_dir /home/somebody/run --seed"
-    path.write_text(path.read_text().replace("recipes/cls.py --seed", command))
+    path.write_text(path.read_text().replace("recipes/", "/home/somebody/"))
     source = written(three).source
-    assert "~/cls.py --output_dir ~/run --seed 1" in source
+    assert "~/cls.py --seed 1" in source
     assert "somebody" not in source
 
 
 @pytest.mark.usefixtures("without_charts")
-def test_titles_have_no_mistakes(tmp_path: Path) -> None:
+def test_other_tasks(tmp_path: Path) -> None:
     lines = [{"id": 0, "reference": "a", "prediction": "b", "scores": {"rougeL": 0.35}}]
-    page = page_for(tmp_path / "run", None, lines, TITLES)
-    assert "ROUGE-L 0.3500" in page.text
+    page = new_page(tmp_path / "titles", None, lines, TITLES)
+    assert "rougeL 0.3500" in page.text
     assert "mistakes" not in page.rows
+    lines = [{"id": row, "label": row / 10, "prediction": row / 10 - row / 50} for row in range(30)]
+    texts = [f"text {row}" for row in range(30)]
+    page = new_page(tmp_path / "one", regression("score"), lines, REGRESSION, texts)
+    rows = page.rows["mistakes"][1:]
+    assert [int(row[0]) for row in rows] == list(range(30, 10, -1))
+    assert rows[0] == ["30", "text 29", "2.9000", "2.3200", "0.58"]
+    lines = [{"id": row, "label": [row, 2.5], "prediction": [row + 1, 2.0]} for row in range(3)]
+    page = new_page(tmp_path / "two", regression("taste", "price"), lines, REGRESSION)
+    assert page.rows["mistakes"][1] == ["1", "0,2.5000", "1,2.0000", "0.75"]
+    labels = Labels("multi_label_classification", ("a|b", "长", "c"), ("labels",))
+    lines = [
+        {"id": 0, "label": ["长"], "prediction": ["长"], "probabilities": [0.1, 0.9, 0.2]},
+        {"id": 5, "label": ["长"], "prediction": ["c"], "probabilities": [0.1, 0.3, 0.6]},
+        {"id": 9, "label": [], "prediction": ["a|b", "c"], "probabilities": [0.999, 0.2, 0.6]},
+    ]
+    numbers = {"loss": 0.7, "accuracy": 0.33, "f1_macro": 0.5, "f1_micro": 0.5}
+    page = new_page(tmp_path / "labels", labels, lines, numbers, ["fine", "mixed", NASTY])
+    assert page.rows["mistakes"][1:] == [
+        ["10", NASTY, "none", "a|b,c", "0.999"],
+        ["6", "mixed", "长", "c", "0.7"],
+    ]
+    assert "confusion" not in page.rows
 
 
 @pytest.mark.usefixtures("without_charts")
@@ -172,69 +180,17 @@ def test_two_thousand_classes_have_pairs_only(tmp_path: Path) -> None:
     chances = np.full((30, 2000), 1e-4)
     chances[:, 7] = 0.9
     predictions, numbers = single(names, chances, [11] * 20 + list(range(20, 30)))
-    page = page_for(tmp_path / "run", labels, predictions, numbers)
+    page = new_page(tmp_path / "run", labels, predictions, numbers)
     assert page.rows["confusion"][1] == ["class 11", "class 7", "20", "100 %"]
     assert (len(page.rows["confusion"]), len(page.rows["classes"])) == (12, 2001)
-    assert len(page.source) < 1_000_000
-
-
-def test_regression(tmp_path: Path) -> None:
-    labels = Labels("regression", ("score",), ("score",))
-    predictions = [
-        {"id": row, "label": row / 10, "prediction": row / 10 + (-1) ** row * row / 50}
-        for row in range(30)
-    ]
-    texts = [f"text {row}" for row in range(30)]
-    page = page_for(tmp_path / "run", labels, predictions, REGRESSION, texts)
-    rows = page.rows["mistakes"]
-    assert rows[0] == ["row", "text", "true", "predicted", "error"]
-    assert [int(row[0]) for row in rows[1:]] == list(range(30, 10, -1))
-    assert rows[1] == ["30", "text 29", "2.9000", "2.3200", "0.58"]
-    assert {"Predicted against true", "Pearson correlation on validation"} <= set(page.texts)
-    assert page.loads() == []
-    labels = Labels("regression", ("taste", "price"), ("taste", "price"))
-    predictions = [
-        {"id": row, "label": [row, 2.5], "prediction": [row + 1, 2.0]} for row in range(3)
-    ]
-    page = page_for(tmp_path / "several", labels, predictions, REGRESSION)
-    assert page.rows["mistakes"][1] == ["1", "[0, 2.5]", "[1, 2.0]", "0.75"]
 
 
 @pytest.mark.usefixtures("without_charts")
-def test_multi_label(tmp_path: Path) -> None:
-    labels = Labels("multi_label_classification", ("a|b", "长", "c"), ("labels",))
-    predictions = [
-        {"id": 0, "label": ["长"], "prediction": ["长"], "probabilities": [0.1, 0.9, 0.2]},
-        {"id": 5, "label": ["长"], "prediction": ["c"], "probabilities": [0.1, 0.3, 0.6]},
-        {"id": 9, "label": [], "prediction": ["a|b", "c"], "probabilities": [0.999, 0.2, 0.6]},
-    ]
-    numbers = {"loss": 0.7, "accuracy": 0.33, "f1_macro": 0.5, "f1_micro": 0.5}
-    page = page_for(tmp_path / "run", labels, predictions, numbers, ["fine", "mixed", NASTY])
-    assert page.rows["mistakes"][1:] == [
-        ["10", NASTY, "none", "–", "a|b0.999c0.600"],
-        ["6", "mixed", "长", "长0.300", "c0.600"],
-    ]
-    assert "confusion" not in page.rows
-
-
-@pytest.mark.usefixtures("without_charts")
-def test_an_evaluation_on_truncated_texts_is_no_result_of_the_run(three: Run) -> None:
-    before = page_of(three[0]).source
-    add_comparison(three[0], split="validation")
-    assert page_of(three[0]).source == before
-
-
-def test_diverged_run(three: Run) -> None:
-    folder = three[0]
-    for name in ("metrics.jsonl", "eval.jsonl"):
-        lines = lines_of(folder / name)
-        write_lines(folder / name, [line | {"loss": None} for line in lines])
-    assert "Loss –" in written(three).text
-
-
 def test_the_report_of_a_folder(three: Run) -> None:
     folder, last, _ = three
     before = written((folder, last, [])).source
+    # an evaluation on truncated texts is no result of the run
+    add_comparison(folder, split="validation")
     assert page_of(folder).source == before
     # a killed run, whose last evaluation is not of the saved model
     (folder / "model").mkdir()
@@ -242,7 +198,15 @@ def test_the_report_of_a_folder(three: Run) -> None:
     text = page_of(folder).text
     assert "The model at step 40" in text
     assert "that of step 20" in text
-    # one killed before its first evaluation, in the middle of a line
+
+
+def test_a_diverged_run_and_one_that_was_not_evaluated(three: Run) -> None:
+    folder = three[0]
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        lines = lines_of(folder / name)
+        write_lines(folder / name, [line | {"loss": None} for line in lines])
+    assert "loss –" in written(three).text
+    # killed before its first evaluation, in the middle of a line
     (folder / "eval.jsonl").unlink()
     (folder / "predictions.jsonl").unlink()
     with (folder / "metrics.jsonl").open("a") as file:
@@ -261,30 +225,7 @@ def test_abstained_rows_are_not_mistakes(three: Run) -> None:
     tuned = lines_of(folder / "eval.jsonl")[-1] | {"decisions": DECISIONS}
     write_lines(folder / "eval.jsonl", [tuned])
     page = written(three)
-    assert ["Expected calibration error", "0.2000", "0.1000"] in page.rows["decisions"]
+    assert ["ece", "0.2000", "0.1000"] in page.rows["decisions"]
     wrong = [line["label"] != line["prediction"] for line in lines]
     assert len(page.rows["mistakes"]) - 1 == sum(wrong[50:])
     assert "The 50 samples without an answer" in page.text
-
-
-def test_a_look_in_a_browser(three: Run) -> None:
-    """The page is as wide as a phone's window, and has its tables and charts."""
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("no browser")
-    written(three)
-    folder = three[0]
-    page = (folder / "report.html").read_text(encoding="utf-8")
-    frame = f'<iframe style="width:375px;border:0" srcdoc="{escape(page)}"></iframe>'
-    measure = """onload = () => {
-      const root = frames[0].document.documentElement;
-      document.title = `${root.scrollWidth} ${root.clientWidth}`;
-    }"""
-    look = f"<!DOCTYPE html>{frame}<script>{measure}</script>"
-    (folder / "look.html").write_text(look, encoding="utf-8")
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
-               f"--user-data-dir={folder / 'browser'}", f"file://{folder / 'look.html'}"]  # fmt: skip
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    widths = re.findall(r"<title>(\d+) (\d+)</title>", shown)
-    assert widths
-    assert widths[0][0] == widths[0][1]

@@ -1,6 +1,5 @@
 """Trackers: how they are started, what they get, and how a failed run ends them."""
 
-import sqlite3
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,56 +10,41 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from toolkit.config import TrainingSettings
 from toolkit.evaluation import Evaluation
-from toolkit.report import trackers
-from toolkit.report.log import RunLog
-from toolkit.report.trackers import TRACKERS, close_failed, start_trackers
+from toolkit.report.log import TRACKERS, RunLog, close_failed, start_trackers
 
 
 class Tracker:
     requires_logging_directory = False
 
     def __init__(self, project: str, *place: str, **options: Any) -> None:
-        self.name = "" if place else "other"
-        self.made = (project, *place, options)
-        self.stored: Any = None
+        self.name = "fake"
+        self.calls: list[Any] = [project, *place, options]
 
     def start(self) -> None:
-        if self.made[0] == "refused":
-            raise sqlite3.OperationalError("no login\nand more")
+        pass
 
     def store_init_configuration(self, settings: Any) -> None:
-        self.stored = settings
-
-
-@pytest.fixture
-def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trackers that need no server."""
-    for name in TRACKERS:
-        monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, Tracker)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: True)
-
-
-def start(folder: Path, **settings: Any) -> list[Any]:
-    accelerator = Accelerator(cpu=True)
-    training = TrainingSettings(report_to="wandb,mlflow,swanlab,trackio", **settings)
-    start_trackers(accelerator, training, folder, "cls", {"seed": 3}, 0)
-    return accelerator.trackers
+        self.calls.append(settings)
 
 
 @pytest.mark.parametrize("settings", [{}, {"run_name": "first try", "project": "reviews"}])
 def test_each_tracker_gets_the_run_project_and_folder(
-    settings: dict[str, str], fakes: None, tmp_path: Path
+    settings: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = settings.get("run_name", tmp_path.name)
-    started = start(tmp_path, **settings)
-    assert {tracker.made[0] for tracker in started} == {settings.get("project", "cls")}
-    assert [tracker.made[1] for tracker in started] == [
-        {"name": run, "dir": str(tmp_path)},
-        {"run_name": run},
-        {"experiment_name": run, "logdir": f"{tmp_path}/swanlab"},
-        {"name": run},
+    for name in TRACKERS:
+        monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, Tracker)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: True)
+    accelerator = Accelerator(cpu=True)
+    training = TrainingSettings(report_to="wandb,mlflow,swanlab,trackio", **settings)
+    start_trackers(accelerator, training, tmp_path, "cls", {"seed": 3}, 0)
+    run, project = settings.get("run_name", tmp_path.name), settings.get("project", "cls")
+    trackers: list[Any] = accelerator.trackers
+    assert [tracker.calls for tracker in trackers] == [
+        [project, {"name": run, "dir": str(tmp_path)}, {"seed": 3}],
+        [project, {"run_name": run}, {"seed": 3}],
+        [project, {"experiment_name": run, "logdir": f"{tmp_path}/swanlab"}, {"seed": 3}],
+        [project, {"name": run}, {"seed": 3}],
     ]
-    assert [tracker.stored for tracker in started] == [{"seed": 3}] * 4
 
 
 def test_a_run_continues_without_a_tracker_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,7 +62,7 @@ def test_a_run_continues_without_a_tracker_that_fails(capsys: pytest.CaptureFixt
     log.log_evaluation(Evaluation("validation", {"loss": 0.5}, None), 2)
     # W&B drops what comes before its last step
     log.log_evaluation(Evaluation("test", {"loss": 0.5}, None), 1)
-    log.close()
+    log.close_trackers()
     assert steps == [2, 2]
     lines = capsys.readouterr().err.splitlines()
     warnings = [line for line in lines if "ConnectionError: the server is gone" in line]
@@ -93,12 +77,9 @@ def test_the_trackers_of_a_failed_run_are_closed() -> None:
         raise ConnectionError
 
     run = SimpleNamespace(finish=lambda exit_code: ends.append(exit_code))
-    close_failed(
-        [
-            SimpleNamespace(name="mlflow", finish=refuse),
-            SimpleNamespace(name="wandb", run=run),
-            SimpleNamespace(name="tensorboard", finish=lambda: ends.append("closed")),
-        ]
-    )
+    failing = SimpleNamespace(name="mlflow", finish=refuse)
+    wandb = SimpleNamespace(name="wandb", run=run)
+    last = SimpleNamespace(name="tensorboard", finish=lambda: ends.append("closed"))
+    accelerator: Any = SimpleNamespace(trackers=[failing, wandb, last])
+    close_failed(accelerator)
     assert ends == [1, "closed"]
-    assert trackers.tracker_names("none") == []

@@ -9,11 +9,6 @@ from typing import Any
 from toolkit.errors import UserError, did_you_mean, listing
 from toolkit.evaluation.outputs import Evaluation
 
-_USUAL = {
-    "single_label_classification": "f1_macro",
-    "multi_label_classification": "f1_micro",
-    "regression": "loss",
-}
 _LOWER_IS_BETTER = ("loss", "mse", "mae", "error", "perplexity")
 
 
@@ -22,15 +17,12 @@ class Best:
 
     def __init__(
         self,
-        metric: str | None,
-        problem_type: str,
+        metric: str,
         patience: int | None = None,
         greater_is_better: bool | None = None,
     ) -> None:
         """`patience`: training stops after this many evaluations without improvement."""
         self.patience = patience or math.inf
-        if not metric:
-            metric = _USUAL.get(problem_type, "loss")
         self.metric = metric.removeprefix("eval_")
         if greater_is_better is None:
             greater_is_better = not self.metric.endswith(_LOWER_IS_BETTER)

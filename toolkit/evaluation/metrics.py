@@ -16,9 +16,9 @@ _MAX_CONFUSION_CLASSES = 100
 def classification_metrics(logits: np.ndarray, truth: np.ndarray, labels: Labels) -> dict[str, Any]:
     """(N, C) logits and (N,) or (N, C) labels -> the numbers of eval.jsonl, over all samples.
 
-    Classification: accuracy, F1 (macro, micro, weighted), precision, recall and F1 of each class,
-    the confusion matrix. Regression: mean squared error, mean absolute error and Pearson
-    correlation, averaged over the outputs.
+    Classification: accuracy, F1 (macro, weighted, of several labels micro), precision, recall and
+    F1 of each class, the confusion matrix. Regression: mean squared error, mean absolute error and
+    Pearson correlation, averaged over the outputs.
     """
     if labels.problem_type == "regression":
         truth = truth.reshape(logits.shape)
@@ -35,12 +35,12 @@ def classification_metrics(logits: np.ndarray, truth: np.ndarray, labels: Labels
     report: Any = sk.classification_report(
         truth, guess, labels=classes, output_dict=True, zero_division=0
     )
-    accuracy = float(sk.accuracy_score(truth, guess))
-    numbers: dict[str, Any] = {"accuracy": accuracy}
-    for average in ("macro", "micro", "weighted"):
-        # with a single label the micro F1 equals the accuracy
-        line = report.get(f"{average} avg", {"f1-score": accuracy})
-        numbers[f"f1_{average}"] = float(line["f1-score"])
+    averages = ["macro", "micro", "weighted"]
+    if is_single:
+        averages.remove("micro")  # it would equal the accuracy
+    numbers: dict[str, Any] = {"accuracy": float(sk.accuracy_score(truth, guess))}
+    for average in averages:
+        numbers[f"f1_{average}"] = float(report[f"{average} avg"]["f1-score"])
     numbers["per_class"] = {
         name: _class_numbers(report[str(index)]) for index, name in enumerate(labels.names)
     }

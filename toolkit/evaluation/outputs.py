@@ -60,15 +60,7 @@ class Evaluation:
 
     def __str__(self) -> str:
         """`accuracy 0.9000  f1_macro 0.8972`."""
-        shown = drop_redundant_f1(self.single_numbers)
-        return "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
-
-
-def drop_redundant_f1(numbers: dict[str, Any]) -> dict[str, Any]:
-    """Numbers without the micro F1 if it equals the accuracy, as for every single-label task."""
-    if numbers.get("f1_micro") != numbers.get("accuracy"):
-        return numbers
-    return {name: value for name, value in numbers.items() if name != "f1_micro"}
+        return "  ".join(f"{name} {value:.4f}" for name, value in self.single_numbers.items())
 
 
 class ExactlyOnceError(UserError):

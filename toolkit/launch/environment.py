@@ -73,7 +73,7 @@ class Place:
 
     @property
     def is_local(self) -> bool:
-        """Whether all ranks run on this node."""
+        """Whether all ranks run on this machine."""
         return self.local_world_size == self.world_size
 
 
@@ -142,10 +142,6 @@ def launcher_start() -> float:
     return psutil.Process(os.getppid()).create_time()
 
 
-def max_restarts() -> int:
-    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
-
-
 def user_threads(env: Mapping[str, str]) -> int | None:
     """OMP_NUM_THREADS as the user set it; None if it is unset, or the 1 that `torchrun` and
     `accelerate launch` set however many cores there are."""
@@ -158,7 +154,7 @@ def user_threads(env: Mapping[str, str]) -> int | None:
 def set_torch_variables(env: MutableMapping[str, str]) -> Place:
     """Sets torch's variables from the launcher's, with one MASTER_ADDR and MASTER_PORT for all.
 
-    Raises UserError if there are several nodes and the address of the first is unknown.
+    Raises UserError if there are several machines and the address of the first is unknown.
     """
     place = place_of(env)
     if place.world_size == 1:

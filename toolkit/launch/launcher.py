@@ -88,11 +88,11 @@ class Launcher:
         variables = accelerate_environment(request)
         device = "cpu" if request.use_cpu else device_type()
         facts = facts_to_compare(request.script[0], device, request.processes)
-        met = meet_launchers(request.machines, facts, timeout_seconds("rendezvous_timeout"))
+        seconds = timeout_seconds("rendezvous_timeout")
+        self.store, hosts = meet_launchers(request.machines, facts, seconds)
         starts = range(0, request.processes, self.here)
         ranks = [list(range(start, start + self.here)) for start in starts]
-        self.store = met.store
-        self.machines = list(zip(met.hosts, ranks, strict=True))
+        self.machines = list(zip(hosts, ranks, strict=True))
         attempt = 0
         with self.signals:
             while True:
@@ -133,7 +133,6 @@ class Launcher:
             **clean_environment(os.environ), **variables,
             environment.MARKER: json.dumps(marker),
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
-            "TORCHELASTIC_MAX_RESTARTS": str(request.max_restarts),
         }  # fmt: skip
         first = request.machines.rank * self.here
         for local in range(self.here):

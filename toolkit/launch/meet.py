@@ -13,7 +13,6 @@ import math
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import UserError, listing, printable
@@ -29,15 +28,6 @@ _POLL_SECONDS, _LOG_SECONDS = 0.05, 10.0
 _FAULT = "fault"
 # Who serves the store waits this long for the others to read a fault.
 _READ_SECONDS = 3.0
-
-
-@dataclass(frozen=True)
-class Met:
-    """What a launcher knows of the others after they have met."""
-
-    store: TCPStore
-    hosts: list[str]
-    """Host names of the machines, in order."""
 
 
 def facts_to_compare(script: str, device: str, processes: int) -> dict[str, Any]:
@@ -64,8 +54,11 @@ def open_store(first: str, port: int, serves: bool, is_local: bool, seconds: flo
     return network.connect_store(address, port, seconds)
 
 
-def meet_launchers(machines: Machines, facts: Mapping[str, Any], seconds: float) -> Met:
-    """Waits for the other machines' launchers. Raises UserError as `meet`."""
+def meet_launchers(
+    machines: Machines, facts: Mapping[str, Any], seconds: float
+) -> tuple[TCPStore, list[str]]:
+    """Waits for the other machines' launchers; returns their store and the machines' host names,
+    in order. Raises UserError as `meet`."""
     rank, first, count = machines.rank, machines.first, machines.count
     if count > 1:
         host = socket.gethostname()
@@ -77,7 +70,7 @@ def meet_launchers(machines: Machines, facts: Mapping[str, Any], seconds: float)
         f"{network.doctor_command(first)}"
     )
     members = meet(store, store.host, "machine", rank, count, facts, remedy, seconds)
-    return Met(store, [host for host, _ in members])
+    return store, [host for host, _ in members]
 
 
 def meet(
@@ -90,7 +83,8 @@ def meet(
     remedy: str,
     seconds: float,
 ) -> list[tuple[str, str]]:
-    """Waits for all, and chooses the interface between them; returns (host, node) of each.
+    """Waits for all, and chooses the interface between them; returns each's host name and
+    machine (`network.node_id`).
 
     `address`: the store's. `noun`: machine or rank. `remedy`: what to do if some are missing.
     Raises UserError, in all, within `seconds` and a little more, if one is missing, is there twice
@@ -113,11 +107,11 @@ def meet(
         raise
     except RuntimeError as error:
         raise UserError(f"{noun} 0 was reached, and has ended since") from error
-    nodes = {node for _, node, _ in members}
-    on_one_node = len(nodes) == 1
-    source = network.LOOPBACK if on_one_node else network.source_address_for(address)
+    source = network.source_address_for(address)
+    if len({machine for _, machine, _ in members}) == 1:
+        source = network.LOOPBACK
     network.choose_interface(source)
-    return [(host, node) for host, node, _ in members]
+    return [(host, machine) for host, machine, _ in members]
 
 
 def exchange(

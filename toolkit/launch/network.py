@@ -172,7 +172,7 @@ def choose_interface(local_address: str) -> None:
     """Makes gloo and NCCL use only the interface with this address, unless the user has set one.
 
     Otherwise gloo resolves its own host name, on Debian to 127.0.1.1, and waits there for the
-    other node; NCCL uses the loopback only if it is named.
+    other machine; NCCL uses the loopback only if it is named.
     """
     interface = local_addresses().get(local_address)
     if interface:

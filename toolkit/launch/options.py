@@ -123,12 +123,12 @@ def _refuse_other_launch(place: environment.Place, request: Request) -> None:
     after it, which would replace it."""
     path, count = request.config_file, request.machines.count
     local = place.local_world_size
-    nodes = place.world_size // local
-    # one process a node may be a node's launcher; `accelerate launch` starts all it can by default
+    machines = place.world_size // local
+    # one process may be its machine's launcher; `accelerate launch` starts all it can by default
     other = place.launcher != "accelerate" and local not in (1, request.processes // count)
-    if other or nodes > count:
+    if other or machines > count:
         raise UserError(
-            f"{place.launcher} started {place.world_size} processes on {nodes} machine(s), and "
+            f"{place.launcher} started {place.world_size} processes on {machines} machine(s), and "
             f"{path} asks for {request.processes} on {count}: pass --num_processes after the "
             f"script, or use {TWO_NODE_FILES}"
         )

@@ -80,11 +80,11 @@ def _meet(world: World, server: TCPStore, device: str) -> None:
     facts = facts_to_compare(sys.argv[0], device, size)
     remedy = "start them too, with the same number of processes"
     members = meet(world.store, server.host, "rank", rank, size, facts, remedy, seconds)
-    nodes: dict[str, tuple[str, list[int]]] = {}
-    for number, (host, node) in enumerate(members):
-        nodes.setdefault(node, (host, []))[1].append(number)
-    world.machines = list(nodes.values())
-    if len(nodes) > 1:
+    ranks_of: dict[str, tuple[str, list[int]]] = {}
+    for number, (host, machine) in enumerate(members):
+        ranks_of.setdefault(machine, (host, []))[1].append(number)
+    world.machines = list(ranks_of.values())
+    if len(world.machines) > 1:
         # a connection of its own: the group's may wait for a key
         connection = network.connect_store(server.host, server.port, seconds)
         prefix = f"toolkit/heartbeats of attempt {environment.attempt()}"

@@ -96,13 +96,14 @@ def _choose_device(place: Place) -> str:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as DeepSpeed would find with a warning
     # for a further model the variables are torch's, no longer the scheduler's
     if exit_state.world is None and device == "cuda" and place.world_size > 1:
-        _check_number_of_gpus(place, torch.cuda.device_count())
+        _choose_gpu(place, torch.cuda.device_count())
     return device
 
 
-def _check_number_of_gpus(place: Place, devices: int) -> None:
+def _choose_gpu(place: Place, devices: int) -> None:
+    """The GPU of the process's local rank, or the only one that a scheduler shows it."""
     if devices == 1 and place.launcher in ("srun", "mpirun"):
-        os.environ["LOCAL_RANK"] = "0"  # the scheduler shows each process its own single GPU
+        os.environ["LOCAL_RANK"] = "0"
     elif place.local_world_size > devices:
         total = devices * place.world_size // place.local_world_size
         raise UserError(

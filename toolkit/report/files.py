@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
@@ -71,12 +70,8 @@ class RunFiles:
             for path in (metrics, evals, predictions):
                 path.unlink(missing_ok=True)
             return
-        steps = {
-            line["step"]: line for line in read_lines(metrics) if line["step"] <= state["step"]
-        }
-        # a killed run may not have written the line of its checkpoint's step
-        steps.setdefault(state["step"], state["metrics"])
-        write_lines(metrics, steps.values())
+        steps = [line for line in read_lines(metrics) if line["step"] <= state["step"]]
+        write_lines(metrics, steps)
         evaluations = list(read_lines(evals))
         count = state["lines"].get("eval.jsonl", 0)
         if len(evaluations) > count:
@@ -118,7 +113,6 @@ def _world(accelerator: Accelerator) -> dict[str, Any]:
         "mixed_precision": accelerator.mixed_precision,
         "device": device,
         "host": platform.node(),
-        "pid": os.getpid(),
     }
 
 
@@ -153,9 +147,9 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             try:
-                yield dict(json.loads(line.strip("\0 \n")))
+                yield dict(json.loads(line))
             except (ValueError, TypeError):
-                if line.endswith("\n") or "\0" in line:
+                if line.endswith("\n"):
                     logger.warning(f"{path}, line {number} is broken and is skipped")
 
 

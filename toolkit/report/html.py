@@ -41,15 +41,12 @@ class Page:
 class Mistake(NamedTuple):
     """A wrong prediction."""
 
-    severity: float
-    """How sure the model is of what is wrong; of regression the error, mean over its numbers."""
+    error: float
+    """Of classes the largest difference between a probability and the truth, 0 or 1; of regression
+    the absolute error, mean over its numbers."""
     line: Mapping[str, Any]
     """Of predictions.jsonl."""
     text: str
-    missed: Mapping[str, float] = {}
-    """Labels that were not predicted, with their probabilities."""
-    added: Mapping[str, float] = {}
-    """Predictions that are not labels, with their probabilities."""
 
 
 def write_report_of_folder(folder: str | Path) -> Path:
@@ -83,7 +80,6 @@ def write_report(record: Record, texts: Sequence[str], name: str = "") -> None:
         "charts": curves.charts(record),
         "texts": texts,
         "confusion": None,
-        "scatter": None,
         "num_samples": 0,
         "num_unanswered": 0,
     }
@@ -110,32 +106,24 @@ def _predictions(record: Record, texts: Sequence[str]) -> dict[str, Any]:
         "num_samples": len(pairs),
         "num_unanswered": len(pairs) - len(answered),
         "num_wrong": sum(label != prediction for label, prediction in answered),
-        "worst": heapq.nlargest(_MAX_MISTAKES, mistakes, key=lambda mistake: mistake.severity),
+        "worst": heapq.nlargest(_MAX_MISTAKES, mistakes, key=lambda mistake: mistake.error),
     }
     if answered and record.problem_type == SINGLE:
         context["confusion"] = _confusion(answered)
-    if answered and record.problem_type == REGRESSION:  # each number of a row is a dot
-        true, predicted = (np.ravel(numbers) for numbers in zip(*answered, strict=True))
-        context["scatter"] = curves.scatter(true, predicted)
     return context
 
 
 def _mistakes(record: Record, texts: Sequence[str]) -> Iterator[Mistake]:
+    names = np.array(record.data["labels"])
     for place, line in enumerate(record.predictions()):
         label, prediction = line["label"], line["prediction"]
         if prediction is None or prediction == label:
             continue
-        text = texts[place] if texts else ""
         if record.problem_type == REGRESSION:
-            yield Mistake(float(np.abs(np.subtract(prediction, label)).mean()), line, text)
-            continue
-        probabilities = dict(zip(record.data["labels"], line["probabilities"], strict=True))
-        if record.problem_type == SINGLE:
-            label, prediction = [label], [prediction]
-        missed = {name: probabilities[name] for name in label if name not in prediction}
-        added = {name: probabilities[name] for name in prediction if name not in label}
-        severity = max([*added.values(), *(1 - probability for probability in missed.values())])
-        yield Mistake(severity, line, text, missed, added)
+            error = np.abs(np.subtract(prediction, label)).mean()
+        else:
+            error = np.abs(np.isin(names, label) - np.array(line["probabilities"])).max()
+        yield Mistake(float(error), line, texts[place] if texts else "")
 
 
 def _confusion(answered: Sequence[tuple[str, str]]) -> dict[str, Any]:

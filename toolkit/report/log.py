@@ -1,23 +1,32 @@
-"""What a run logs while it trains: metrics.jsonl, eval.jsonl, trackers, lines in the terminal."""
+"""What a run logs while it trains: metrics.jsonl, eval.jsonl, trackers (`--report_to`, which
+accelerate starts), lines in the terminal."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.tracking import TensorBoardTracker
 from tqdm import tqdm
 
 from toolkit import launch
-from toolkit.errors import first_line
+from toolkit.config import TrainingSettings
+from toolkit.errors import UserError, did_you_mean, first_line
 from toolkit.evaluation import Evaluation
 from toolkit.report.files import RunFiles
 from toolkit.training.metrics import StepMetrics
+from toolkit.utils.extras import is_installed
 
 _LOG_EVERY_SECONDS = 10.0
+# these are also the names of their packages
+TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")
 
 
 class RunLog:
@@ -33,20 +42,16 @@ class RunLog:
         self.total = total_steps
         self.done = done
         self._step = done
-        self._line: dict[str, Any] = {}
         self._started = time.monotonic()
-        self._printed = self._started
+        self._printed = -math.inf
 
     def log_step(self, metrics: StepMetrics) -> None:
-        """Logs a step; `write_line` writes it to metrics.jsonl, with the cost of a checkpoint after
-        it."""
-        self.write_line()
+        numbers = asdict(metrics)
         self._step = metrics.step
-        self._line = asdict(metrics)
-        self._track("train", self._line, metrics.step)
+        self.files.append("metrics.jsonl", numbers)
+        self._track("train", numbers, metrics.step)
         now = time.monotonic()
-        first_or_last = metrics.step in (self.done + 1, self.total)
-        if first_or_last or now - self._printed > _LOG_EVERY_SECONDS:
+        if metrics.step == self.total or now - self._printed > _LOG_EVERY_SECONDS:
             self._printed = now
             launch.log_on_main(self.accelerator, self._progress(metrics, now - self._started))
 
@@ -61,12 +66,6 @@ class RunLog:
         ]
         return "  ".join(parts)
 
-    def write_line(self, extra: Mapping[str, Any] | None = None) -> None:
-        """Appends the last logged step, and `extra`, to metrics.jsonl, if that is not yet done."""
-        if self._line:
-            self.files.append("metrics.jsonl", {**self._line, **(extra or {})})
-        self._line = {}
-
     def log_evaluation(self, evaluation: Evaluation, step: int, best: bool = False) -> None:
         """Logs an evaluation of the weights after `step`, and writes its predictions."""
         self.files.append_evaluation(evaluation, step)
@@ -78,9 +77,7 @@ class RunLog:
             line += "  (best so far)"
         launch.log_on_main(self.accelerator, line)
 
-    def close(self) -> None:
-        """Writes the last line and closes the trackers."""
-        self.write_line()
+    def close_trackers(self) -> None:
         launch.close_on_failure(None)
         # not accelerator.end_training(), which also destroys the process group: see launch.failure
         self._for_trackers(lambda tracker: tracker.finish())
@@ -100,3 +97,66 @@ class RunLog:
                 why = f"{type(error).__name__}: {first_line(error)}"
                 line = f"--report_to {tracker.name} failed ({why}): continuing without it"
                 launch.log_on_main(self.accelerator, line, logging.WARNING)
+
+
+# --- starting the trackers
+
+
+def tracker_names(report_to: str) -> list[str]:
+    """`tensorboard,wandb` -> its names. Raises UserError for an unknown or missing one."""
+    if report_to == "auto":
+        return ["tensorboard"] if is_installed("tensorboard") else []
+    names = [name.strip() for name in report_to.split(",")]
+    names = [name for name in names if name not in ("", "none")]
+    for name in names:
+        if name not in TRACKERS:
+            hint = did_you_mean(name, TRACKERS)
+            raise UserError(f"--report_to {name}{hint}: choose {', '.join(TRACKERS)} or none")
+        if not is_installed(name):
+            raise UserError(f"--report_to {name}: pip install {name}, or pass --report_to none")
+    return names
+
+
+def start_trackers(
+    accelerator: Accelerator,
+    settings: TrainingSettings,
+    folder: Path,
+    project: str,
+    config: dict[str, Any],
+    step: int,
+) -> None:
+    """Starts the trackers of `--report_to` on the main process.
+
+    `project` is the default of `--project`, `config` holds all settings; TensorBoard, whose files
+    are in the run folder, drops events after `step`. Raises what a tracker raises that cannot
+    start: without a login, or an answer from its server.
+    """
+    if not accelerator.is_main_process:
+        return
+    names = tracker_names(settings.report_to)
+    run_name = settings.run_name or folder.name
+    options = {
+        "wandb": {"name": run_name, "dir": str(folder)},
+        "mlflow": {"run_name": run_name},
+        "swanlab": {"experiment_name": run_name, "logdir": str(folder / "swanlab")},
+        "trackio": {"name": run_name},
+    }
+    launch.close_on_failure(lambda: close_failed(accelerator))
+    accelerator.log_with = [name for name in names if name != "tensorboard"]
+    if "tensorboard" in names:  # it has no projects
+        path = str(folder / "tensorboard")
+        accelerator.log_with.append(TensorBoardTracker("", path, purge_step=step + 1))
+    accelerator.init_trackers(settings.project or project, init_kwargs=options)
+    for tracker in accelerator.trackers:
+        if tracker.name != "tensorboard":  # it would show them as a second, unnamed run
+            tracker.store_init_configuration(config)
+
+
+def close_failed(accelerator: Accelerator) -> None:
+    """Closes the trackers of a run that failed, so that none loses a step."""
+    for tracker in accelerator.trackers:
+        with contextlib.suppress(Exception):  # one that fails must not keep the others open
+            if tracker.name == "wandb":
+                tracker.run.finish(exit_code=1)
+            else:
+                tracker.finish()

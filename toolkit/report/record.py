@@ -10,30 +10,7 @@ from typing import Any
 
 from toolkit import demo
 from toolkit.evaluation import Best, Evaluation
-from toolkit.evaluation.outputs import drop_redundant_f1
 from toolkit.report.files import read_lines, run_config
-
-# name in eval.jsonl -> title
-METRICS = {
-    "loss": "Loss",
-    "accuracy": "Accuracy",
-    "f1_macro": "F1 (macro)",
-    "f1_micro": "F1 (micro)",
-    "f1_weighted": "F1 (weighted)",
-    "ece": "Expected calibration error",
-    "brier": "Brier score",
-    "mse": "Mean squared error",
-    "mae": "Mean absolute error",
-    "pearson": "Pearson correlation",
-    "rouge1": "ROUGE-1",
-    "rouge2": "ROUGE-2",
-    "rougeL": "ROUGE-L",
-}
-
-
-def metric_title(name: str) -> str:
-    """`f1_macro` -> `F1 (macro)`."""
-    return METRICS.get(name) or name.replace("_", " ")
 
 
 @dataclass(frozen=True)
@@ -48,8 +25,6 @@ class Record:
     evaluations: list[dict[str, Any]]
     """The lines of eval.jsonl, without those on truncated texts (`--compare_max_length`), which are
     no results of the run."""
-
-    metric_title = staticmethod(metric_title)
 
     @classmethod
     def load(cls, folder: Path) -> Record:
@@ -94,9 +69,8 @@ class Record:
     @property
     def best(self) -> Best:
         """The run's metric for the best model, before any evaluation."""
-        metric = self.data.get("metric_for_best_model")
         greater = self.settings.get("greater_is_better")
-        return Best(metric, self.problem_type, greater_is_better=greater)
+        return Best(self.data["metric_for_best_model"], greater_is_better=greater)
 
     def predictions(self) -> Iterator[dict[str, Any]]:
         """The lines of predictions.jsonl; a run that was killed in an evaluation has none."""
@@ -116,14 +90,8 @@ class Record:
 
 
 def results(numbers: dict[str, Any]) -> dict[str, float | None]:
-    """The metrics of an evaluation by title, the loss at the end."""
-    metrics = {}
-    for name, value in drop_redundant_f1(numbers).items():
-        if isinstance(value, float | None):  # null: not finite
-            metrics[metric_title(name)] = value
-    if "Loss" in metrics:
-        metrics["Loss"] = metrics.pop("Loss")
-    return metrics
+    """The metrics of an evaluation that are a single number; None: not finite."""
+    return {name: value for name, value in numbers.items() if isinstance(value, float | None)}
 
 
 def hub_name(name: str | None) -> str | None:

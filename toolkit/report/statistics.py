@@ -1,9 +1,9 @@
-"""Confidence intervals of metrics (bootstrap over rows), and paired permutation tests between two
-models on the same rows.
+"""Confidence intervals of metrics, and of the difference between two models on the same rows, by
+the bootstrap over rows.
 
-scipy's `bootstrap` and `permutation_test` would hold all resamples of all rows in memory, or call
-Python once per metric; here a metric is a function of means over rows, so that a resample is one
-product with a sparse matrix.
+scipy's `bootstrap` would hold all resamples of all rows in memory, or call Python once per metric;
+here a metric is a function of means over rows, so that a resample is one product with a sparse
+matrix.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ import numpy as np
 from scipy import sparse
 
 _RESAMPLES = 1000
-_MIN_RESAMPLES = 100
-_MAX_DRAWS = 10**8  # rows times resamples
+_FEW_RESAMPLES = 100
+_MAX_DRAWS = 10**8  # rows times resamples; of more rows fewer resamples
 _TINY = np.finfo(float).tiny  # in the place of a denominator 0
+
+
+Lines = Sequence[Mapping[str, Any]]
+"""Of predictions.jsonl."""
 
 
 class Scores(NamedTuple):
@@ -26,14 +30,12 @@ class Scores(NamedTuple):
     names: Sequence[str]
     rows: sparse.csr_array
     """(N, F)."""
-    metrics: Callable[[np.ndarray], np.ndarray] = np.asarray
+    metrics: Callable[[np.ndarray], np.ndarray]
     """(F,) means over rows -> (M,)."""
 
 
-def scores_of(
-    lines: Sequence[Mapping[str, Any]], problem_type: str, classes: Sequence[str]
-) -> Scores:
-    """Lines of predictions.jsonl -> scores. A row without an answer counts as wrong."""
+def scores_of(lines: Lines, problem_type: str, classes: Sequence[str]) -> Scores:
+    """A row without an answer counts as wrong."""
     if problem_type == "regression":
         lines = [{"scores": _errors(line)} for line in lines]
     if "scores" in lines[0]:
@@ -47,26 +49,28 @@ def scores_of(
 
 
 def _label_set(label: str | list[str] | None) -> list[str]:
+    """One label, or those of a multi-label row; none for a row without an answer."""
     if isinstance(label, str):
         return [label]
     return label or []
 
 
-def _weighted_scores(lines: Sequence[Mapping[str, Any]]) -> Scores:
+def _errors(line: Mapping[str, Any]) -> dict[str, float]:
+    difference = np.subtract(line["prediction"], line["label"])
+    return {"mae": np.abs(difference).mean(), "mse": np.square(difference).mean()}
+
+
+def _weighted_scores(lines: Lines) -> Scores:
     """Scores that each line has, as titles and masked tokens do, by the line's weight."""
     names = sorted(lines[0]["scores"])
-    weights = np.array([[line.get("weight", 1.0)] for line in lines], np.float64)  # (N, 1)
-    scores = np.array([[line["scores"][name] for name in names] for line in lines], np.float64)
+    weights = np.array([[line.get("weight", 1.0)] for line in lines])  # (N, 1)
+    scores = np.array([[line["scores"][name] for name in names] for line in lines])  # (N, M)
+    rows = np.hstack([weights * scores, weights])
 
     def metrics(means: np.ndarray) -> np.ndarray:
         return means[:-1] / max(means[-1], _TINY)
 
-    return Scores(names, sparse.csr_array(np.hstack([weights * scores, weights])), metrics)
-
-
-def _errors(line: Mapping[str, Any]) -> dict[str, float]:
-    difference = np.subtract(line["prediction"], line["label"])
-    return {"mae": np.abs(difference).mean(), "mse": np.square(difference).mean()}
+    return Scores(names, sparse.csr_array(rows), metrics)
 
 
 def class_scores(truth: Any, answers: Any, problem_type: str) -> Scores:
@@ -83,47 +87,39 @@ def class_scores(truth: Any, answers: Any, problem_type: str) -> Scores:
         f1_micro = 2 * hits.sum() / max((true + answered).sum(), _TINY)
         return np.array([means[0], f1_macro, f1_micro])[: len(names)]
 
-    is_right = abs(truth - answers).sum(axis=1) == 0
+    is_right = abs(truth - answers).sum(axis=1) == 0  # (N,)
     right = sparse.csr_array(is_right.astype(float).reshape(-1, 1))
-    return Scores(names, sparse.hstack([right, truth * answers, truth, answers], "csr"), metrics)
+    hits = truth * answers
+    rows = sparse.hstack([right, hits, truth, answers], "csr")
+    return Scores(names, rows, metrics)
+
+
+def differences(one: Scores, other: Scores) -> Scores:
+    """The differences of two models' metrics, one minus other. Both are resampled by the same rows:
+    they make many of the same mistakes, so that the difference varies less than either metric."""
+    count = one.rows.shape[1]
+
+    def metrics(means: np.ndarray) -> np.ndarray:
+        return one.metrics(means[:count]) - other.metrics(means[count:])
+
+    rows = sparse.hstack([one.rows, other.rows], "csr")
+    return Scores(one.names, rows, metrics)
 
 
 def intervals(scores: Scores) -> dict[str, dict[str, float]]:
     """Each metric's `value`, with its 95 % percentile interval over resampled rows (`low`,
     `high`)."""
     count = scores.rows.shape[0]
+    resamples = max(_FEW_RESAMPLES, min(_RESAMPLES, _MAX_DRAWS // count))
     generator = np.random.default_rng(0)
     resampled = []
-    for _ in range(_resamples(count)):
-        times = np.bincount(generator.integers(count, size=count), minlength=count)
+    for _ in range(resamples):
+        rows = generator.integers(count, size=count)
+        times = np.bincount(rows, minlength=count)  # that each row is drawn
         resampled.append(scores.metrics(times @ scores.rows / count))
     values = scores.metrics(scores.rows.sum(axis=0) / count)
-    low, high = np.percentile(resampled, [2.5, 97.5], axis=0)
-    return {
-        name: {"value": float(values[place]), "low": float(low[place]), "high": float(high[place])}
-        for place, name in enumerate(scores.names)
-    }
-
-
-def p_values(one: Scores, other: Scores) -> dict[str, float]:
-    """Two-sided p of each metric's difference between two models on the same rows, by a paired
-    permutation test, which swaps the two models' predictions of random rows (for accuracy this is
-    McNemar's test)."""
-    change = other.rows - one.rows  # (N, F)
-    count = change.shape[0]
-    first = one.rows.sum(axis=0) / count
-    second = other.rows.sum(axis=0) / count
-    observed = abs(one.metrics(first) - other.metrics(second))
-    at_least = np.ones(len(one.names))
-    resamples = _resamples(count)
-    generator = np.random.default_rng(0)
-    for _ in range(resamples):
-        moved = generator.integers(2, size=count) @ change / count  # of the rows that are swapped
-        difference = abs(one.metrics(first + moved) - other.metrics(second - moved))
-        at_least += difference >= observed * (1 - 1e-9)  # equal but for rounding
-    return dict(zip(one.names, (at_least / (resamples + 1)).tolist(), strict=True))
-
-
-def _resamples(rows: int) -> int:
-    """1,000, and fewer above 100,000 rows."""
-    return min(_RESAMPLES, max(_MIN_RESAMPLES, _MAX_DRAWS // rows))
+    lows, highs = np.percentile(resampled, [2.5, 97.5], axis=0)
+    ranges = {}
+    for name, value, low, high in zip(scores.names, values, lows, highs, strict=True):
+        ranges[name] = {"value": float(value), "low": float(low), "high": float(high)}
+    return ranges

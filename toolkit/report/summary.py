@@ -1,62 +1,142 @@
-"""What a run writes and prints at its end: the results of the best model, and the pages."""
+"""What a run says of itself: config.json and lines at its start, results and pages at its end."""
 
 from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from toolkit import launch
-from toolkit.config import LongTextSettings, section_in
-from toolkit.data.encode import truncate_split
+from toolkit import demo, launch
+from toolkit.config import ModelSettings
 from toolkit.evaluation import Evaluation
-from toolkit.report.start import is_demo
+from toolkit.models import lora
+from toolkit.training.optimizer import unwrapped_optimizer
+from toolkit.training.resume import Resumed
 from toolkit.utils.features import features
 
 if TYPE_CHECKING:
-    from toolkit.run import Evaluate, Run
+    from toolkit.run import Run
 
 _MAX_CLASSES = 20
 
 
-def evaluate_best_model(run: Run, evaluate: Evaluate) -> Evaluation:
-    """On the test rows, or else the validation rows, and first on the same texts truncated to
-    `--compare_max_length`; all processes call this, with the best model loaded."""
-    split = run.data.test or run.data.validation
-    length = section_in(run.settings, LongTextSettings).compare_max_length
-    if length:
-        short = truncate_split(split, run.tokenizer, length, f"{split.name}_first_{length}")
-        truncated = _answered(run, evaluate(short))
-        run.files.append_evaluation(truncated, run.best.step, max_length=length)
-        run.say(f"the saved model reading the first {length} tokens only: {truncated}")
-    return _answered(run, run.best_evaluation(split, evaluate))
+# --- at the start
 
 
-def _answered(run: Run, evaluation: Evaluation) -> Evaluation:
-    """The evaluation of the answers that a feature makes of the model's outputs."""
-    if evaluation.compute_metrics is None:
-        return evaluation
-    return run.answers.evaluation(evaluation, evaluation.compute_metrics)
+def write_config(run: Run, resumed: Resumed | None) -> None:
+    """Writes config.json."""
+    data = run.data
+    facts = {
+        "samples": data.sizes,
+        **data.facts,
+        **data.targets.source(),
+        "text_column": data.text_column,
+        "max_length": data.max_length,
+        "digest": data.digest,
+        "file_digests": data.file_digests,
+        "notes": data.notes,
+        **asdict(run.schedule),
+        "metric_for_best_model": run.best.metric,
+        "pipeline_tag": data.targets.pipeline_tag,
+    }
+    sections = {
+        "identity": run.facts["identity"],
+        "optimizer": type(unwrapped_optimizer(run.checkpoints.optimizer)).__name__,
+        "resumed_from": str(resumed.folder) if resumed else None,
+    }
+    run.files.write_config(run.settings, facts, sections)
+
+
+def start_lines(run: Run, model: Any) -> list[str]:
+    """World, data, model and schedule; some are empty."""
+    settings = run.settings
+    lines = [
+        *_world_lines(run),
+        *_data_lines(run),
+        _schedule_line(run),
+        demo.demo_entry(settings.model.model_name_or_path).note,
+        demo.demo_entry(settings.data.dataset_name).note,
+    ]
+    if isinstance(settings.model, ModelSettings) and settings.model.lora_r:
+        lines.append(lora.describe(model, settings.model))
+    return lines
+
+
+def _world_lines(run: Run) -> list[str]:
+    accelerator = run.accelerator
+    lines = [f"run folder: {run.folder.path}"]
+    world = "one process"
+    if accelerator.num_processes > 1:
+        kind = accelerator.distributed_type.value.lower()
+        world = f"{accelerator.num_processes} processes ({kind})"
+    precision = accelerator.mixed_precision
+    lines.append(f"{world}, {accelerator.device.type}, mixed precision {precision}")
+    machines = launch.list_machines()
+    if machines:
+        lines.append(f"machines: {', '.join(machines)}")
+    return lines
+
+
+def _data_lines(run: Run) -> list[str]:
+    data = run.data
+    sizes = ", ".join(f"{split}: {count} samples" for split, count in data.sizes.items())
+    columns = f"column {data.text_column}"
+    if data.text_pair:
+        columns += f", paired with {data.text_pair}"
+    return [
+        f"{sizes}; {data.targets.describe()}",
+        f"texts: {columns}, at most {data.max_length} tokens",
+        *data.notes,
+        data.advice,
+    ]
+
+
+def _schedule_line(run: Run) -> str:
+    schedule = run.schedule
+    per_step = f"{run.settings.training.global_batch_size} samples per step"
+    if schedule.accumulation > 1:
+        per_step += f" (at most {schedule.accumulation} micro-batches on each process)"
+    steps = f"{schedule.total_steps} optimizer steps, {schedule.steps_per_epoch} per epoch"
+    return f"{steps}, {per_step}"
+
+
+# --- at the end
+
+
+def command_to_continue(run: Run) -> str:
+    """What resumes the run after a stop signal: a command, or a call in a script."""
+    training, folder = run.settings.training, str(run.folder.path)
+    is_demo = str(run.settings.data.dataset_name).startswith(demo.PREFIX)
+    if "ipykernel" in sys.modules or not (is_demo or sys.argv[1:]):
+        return f"the same call, with output_dir={folder!r}"
+    words = shlex.split(launch.launch_info()["command"])
+    if not training.output_dir:
+        words += ["--output_dir", folder]
+    if training.overwrite_output_dir:
+        words.append("--overwrite_output_dir=false")
+    if training.resume != "auto":
+        words.append("--resume=auto")
+    return shlex.join(words)
 
 
 def write_results(run: Run, evaluation: Evaluation, seconds: float) -> None:
     """Writes the files of features and the pages, and prints the results with any --log_level."""
-    facts = (run.folder.path, run.settings, run.data, evaluation, run.answers)
+    folder = run.folder.path
+    facts = (folder, run.settings, run.data, evaluation, run.answers)
     feature_lines = [line for feature in features() for line in feature.results(*facts)]
     if not run.accelerator.is_main_process:
         return
-    write_pages(run.folder.path, run.best.step)
+    write_pages(folder, run.best.step)
     samples = f"{evaluation.split} ({evaluation.numbers['num_samples']} samples)"
     lines = [
         f"\ndone in {seconds:.0f} s; the saved model on {samples}: {evaluation}",
         *class_lines(evaluation),
         *run.answers.describe(evaluation),
-        *_file_lines(run, evaluation.split),
+        f"  {folder}/report.html  curves, results, worst mistakes: open it in a browser",
+        f"  {folder}/model/       weights in {run.settings.training.save_dtype}, and their card",
         *feature_lines,
-        *_next_command(run),
     ]
     print("\n".join(lines), flush=True)
 
@@ -75,40 +155,8 @@ def write_pages(folder: Path, best_step: int) -> None:
 def class_lines(evaluation: Evaluation) -> list[str]:
     """F1 of each class, of many those with the lowest."""
     classes = evaluation.numbers.get("per_class", {})
+    names = sorted(classes, key=lambda name: classes[name]["f1"])
     lines = []
-    for name in sorted(classes, key=lambda name: classes[name]["f1"])[:_MAX_CLASSES]:
+    for name in names[:_MAX_CLASSES]:
         lines.append(f"  F1 {classes[name]['f1']:.4f}  {name} (of {classes[name]['support']})")
-    matrix = evaluation.numbers.get("confusion_matrix")
-    if matrix and np.count_nonzero(np.sum(matrix, axis=0)) == 1:
-        remedy = "train longer, with a higher --learning_rate, or with --class_weights balanced"
-        lines.append(
-            f"  every row is predicted as the same class, nothing is learned yet: {remedy}"
-        )
     return lines
-
-
-def _file_lines(run: Run, split: str) -> list[str]:
-    folder = shlex.quote(str(run.folder.path))
-    dtype = run.settings.training.save_dtype
-    lines = [
-        f"  {folder}/model/            weights in {dtype}; README.md says how to load them",
-        f"  {folder}/report.html       curves, results, worst mistakes: open it in a browser",
-        f"  {folder}/predictions.jsonl every {split} sample with its prediction",
-        f"  {folder}/metrics.jsonl, eval.jsonl, config.json",
-    ]
-    if run.checkpoints.path.exists():
-        lines.append(f"  {folder}/checkpoints/      any number of processes can resume from them")
-    return lines
-
-
-def _next_command(run: Run) -> list[str]:
-    """That of the targets, or after a demo the same recipe on the user's data."""
-    command = run.data.targets.next_command(run.settings, run.folder.path)
-    if command is None and is_demo(run.settings):
-        words = ["python", sys.argv[0]]
-        config_file = launch.launch_info()["config_file"]
-        if config_file:
-            words += ["--config_file", config_file]
-        model = "--model_name_or_path bert-base-chinese"
-        command = f"{shlex.join(words)} --train_file YOUR_FILE.csv {model}"
-    return ["next:", f"  {command}"] if command else []

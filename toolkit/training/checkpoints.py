@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -25,7 +24,7 @@ from toolkit.training.metrics import StepMetrics
 from toolkit.training.precision import scaler_state
 from toolkit.training.steps import Steps
 from toolkit.training.verified import strategy_name
-from toolkit.utils.files import explain_write_errors, flush_path, nan_to_none
+from toolkit.utils.files import explain_write_errors, flush_path
 from toolkit.utils.modules import unwrapped
 
 _AFTER_A_FAILURE = (
@@ -72,23 +71,18 @@ class Checkpoints:
         metrics: StepMetrics,
         evaluation_due: bool = False,
         last: bool = False,
-    ) -> dict[str, Any]:
+    ) -> None:
         """Saves every `checkpoint_every` steps, at the best and the last step, and after a stop
-        signal; the last step of a resumed run always. Returns the entries for the step's line in
-        metrics.jsonl. `evaluation_due`: this step's evaluation was skipped; a resumed run begins
-        with it. `last`: the recipe has left the loop after this step. Raises UserError if a file
-        cannot be written, in the background at one of the next steps."""
+        signal; the last step of a resumed run always. `evaluation_due`: this step's evaluation was
+        skipped; a resumed run begins with it. `last`: the recipe has left the loop after this step.
+        Raises UserError if a file cannot be written, in the background at one of the next steps."""
         if self._pending is not None and self._pending.done():
             self.wait()
         if last and metrics.step == self._saved_step:
             self.set_links()  # the evaluation after it may have been the best
-            return {}
-        if not self._is_due(metrics.step, last):
-            return {}
-        started = time.perf_counter()
-        self.wait()
-        self._save(metrics, evaluation_due)
-        return {"checkpoint_seconds": round(time.perf_counter() - started, 3)}
+        elif self._is_due(metrics.step, last):
+            self.wait()
+            self._save(metrics, evaluation_due)
 
     def wait(self) -> None:
         """Waits for a checkpoint in the background. Raises UserError if it cannot be written."""
@@ -183,7 +177,6 @@ class Checkpoints:
             "scheduler_steps": self.scheduler.scheduler.last_epoch,
             "loss_scale": scaler_state(accelerator, self.optimizer),
             "best": self.best.state(),
-            "metrics": nan_to_none(vars(metrics)),
             "lines": {name: self._count_lines(name) for name in ("metrics.jsonl", "eval.jsonl")},
             "random": gather_object([random_states(accelerator.device)]),
             **self.facts,

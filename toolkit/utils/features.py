@@ -44,8 +44,7 @@ class PagePart:
 
     template: Path | str
     """A Jinja template (a file or its text) with optional blocks: `summary` (below the numbers),
-    `facts` (rows of the list of facts), `section` (below the classes), `mistakes` (a sentence above
-    the worst mistakes)."""
+    `facts` (rows of the list of facts), `section` (below the classes)."""
     context: Mapping[str, Any]
     """The template's variables, in addition to those of report.html."""
     links: Mapping[str, str] = field(default_factory=dict)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy.stats import binomtest, norm
+from scipy.stats import norm
 from sklearn import metrics as sk
 
 from tests.faults import refusal
@@ -17,7 +17,7 @@ from toolkit.cli import build_parser
 from toolkit.data.labels import Labels
 from toolkit.features.compare.command import run as run_command
 from toolkit.report import statistics
-from toolkit.report.comparison import as_text, compare, table
+from toolkit.report.comparison import compare
 
 NAMES = ("neg", "pos", "没有")
 LABELS = Labels("single_label_classification", NAMES, ("label",))
@@ -46,7 +46,7 @@ def made(
         lines,
         numbers,
         {**SETTINGS, "seed": 1, "output_dir": str(folder), **settings},
-        metric_for_best_model=settings.get("metric_for_best_model"),
+        metric_for_best_model=settings.get("metric_for_best_model", "f1_macro"),
     )
     if world:
         edit_json(folder / "config.json", world=world)
@@ -54,23 +54,37 @@ def made(
     return folder
 
 
-def test_intervals_and_tests(tmp_path: Path) -> None:
+def test_intervals_and_the_difference_from_the_best_run(tmp_path: Path) -> None:
     good, bad = predictions(0.1, 1), predictions(0.25, 2)
     folders = [made(tmp_path / "bad", bad, learning_rate=1.0), made(tmp_path / "好", good)]
-    comparison, _ = compare(folders)
-    assert [run["name"] for run in comparison["runs"]] == ["好", "bad"]
-    for run, lines in zip(comparison["runs"], (good, bad), strict=True):
+    comparison = compare(folders)
+    assert [run.name for run in comparison.runs] == ["好", "bad"]
+    right = []
+    for run, lines in zip(comparison.runs, (good, bad), strict=True):
         truth, guess = ([line[name] for line in lines] for name in ("label", "prediction"))
-        accuracy, f1 = run["metrics"]["accuracy"], run["metrics"]["f1_macro"]
+        accuracy, f1 = run.intervals["accuracy"], run.intervals["f1_macro"]
         assert accuracy["value"] == pytest.approx(sk.accuracy_score(truth, guess))
         assert f1["value"] == pytest.approx(sk.f1_score(truth, guess, average="macro"))
-        half = norm.ppf(0.975) * (accuracy["value"] * (1 - accuracy["value"]) / 400) ** 0.5
-        assert accuracy["high"] - accuracy["low"] == pytest.approx(2 * half, rel=0.15)
         assert f1["low"] < f1["value"] < f1["high"]
-    assert comparison["runs"][1]["metrics"]["f1_macro"]["p"] < 0.01
-    # without output_dir
-    assert comparison["settings"] == {"learning_rate": {"好": 5e-5, "bad": 1.0}}
-    assert " p 0.001" in as_text(comparison)
+        right.append(np.equal(truth, guess).astype(float))
+        half = norm.ppf(0.975) * right[-1].std() / 20
+        assert accuracy["high"] - accuracy["low"] == pytest.approx(2 * half, rel=0.15)
+    best, other = (run.scores for run in comparison.runs)
+    difference = statistics.intervals(statistics.differences(other, best))
+    change = right[1] - right[0]
+    half = norm.ppf(0.975) * change.std() / 20
+    assert difference["accuracy"]["value"] == pytest.approx(change.mean())
+    assert difference["accuracy"]["low"] == pytest.approx(change.mean() - half, abs=0.01)
+    assert difference["accuracy"]["high"] == pytest.approx(change.mean() + half, abs=0.01)
+    same = statistics.intervals(statistics.differences(best, best))
+    assert same["f1_macro"] == {"value": 0, "low": 0, "high": 0}
+    rows = comparison.table
+    columns = ["learning_rate", "f1_macro", "accuracy", "difference"]  # without output_dir
+    assert list(rows) == columns
+    assert list(rows["learning_rate"]) == ["5e-05", "1.0"]
+    assert rows.loc["bad", "difference"].startswith(f"{difference['f1_macro']['value']:.4f} [-0.")
+    assert rows.loc["好", "difference"] == ""
+    assert rows.loc["bad", "difference"] in str(comparison)
 
 
 def test_seeds_of_one_job_have_a_mean_and_a_spread(tmp_path: Path) -> None:
@@ -78,24 +92,20 @@ def test_seeds_of_one_job_have_a_mean_and_a_spread(tmp_path: Path) -> None:
         made(tmp_path / f"s{seed}", predictions(0.1, seed), seed=seed, data_seed=1)
         for seed in (1, 2, 3)
     ]
-    folders.append(
-        made(tmp_path / "other", predictions(0.1, 4), seed=1, data_seed=1, learning_rate=1.0)
-    )
-    comparison, _ = compare(folders)
-    (group,) = comparison["seeds"]
-    values = [
-        run["metrics"]["accuracy"]["value"] for run in comparison["runs"] if run["name"] != "other"
-    ]
-    assert sorted(group["runs"]) == ["s1", "s2", "s3"]
-    assert group["metrics"]["accuracy"]["mean"] == pytest.approx(np.mean(values))
-    assert group["metrics"]["accuracy"]["std"] == pytest.approx(np.std(values, ddof=1))
-    assert len(table(comparison)) == 5
+    other = made(tmp_path / "other", predictions(0.1, 4), seed=1, data_seed=1, learning_rate=1.0)
+    comparison = compare([*folders, other])
+    values = [run.intervals["accuracy"]["value"] for run in comparison.runs if run.name != "other"]
+    *_, name = comparison.table.index
+    assert len(comparison.table) == 5
+    assert {"mean", "of", "s1", "s2", "s3"} == set(name.replace(",", "").split())
+    spread = f"{np.mean(values):.4f} ± {np.std(values, ddof=1):.4f}"
+    assert comparison.table.loc[name, "accuracy"] == spread
 
 
 def test_differently_defined_losses_are_not_compared(tmp_path: Path) -> None:
     by_loss = [made(tmp_path / name, predictions(0.1), metric_for_best_model="loss", label_smoothing_factor=value)
                for name, value in (("a", 0.0), ("b", 0.0), ("c", 0.1))]  # fmt: skip
-    assert compare(by_loss[:2])[0]["metric"] == "loss"
+    assert compare(by_loss[:2]).metric == "loss"
     refusal(compare, by_loss, says=["label_smoothing_factor"])
 
 
@@ -115,7 +125,7 @@ def test_incomparable_runs_are_refused_by_name(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers"
     make_run(numbers, Labels("regression", ("score",), ("score",)), [{"id": 0, "label": 1.0, "prediction": 2.0}],
              {"loss": 0.1, "mae": 1.0, "mse": 1.0})  # fmt: skip
-    assert compare([first, same])[0]["metric"] == "accuracy"
+    assert compare([first, same]).metric == "accuracy"
     reasons = {
         others: "--data_seed",
         numbers: "other rows or labels than",
@@ -132,13 +142,15 @@ def test_incomparable_runs_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, other = made(tmp_path / "a", predictions(0.1)), made(tmp_path / "好", predictions(0.2))
-    run_command(build_parser().parse_args(["compare", str(folder), "--json"]))
-    assert json.loads(capsys.readouterr().out)["runs"][0]["metrics"]["accuracy"]["value"] > 0.8
+    folder, other = (
+        made(tmp_path / "a", predictions(0.1)),
+        made(tmp_path / "好", predictions(0.2), dropout=0.1),
+    )
     file = tmp_path / "c.html"
     run_command(
         build_parser().parse_args(["compare", str(folder), str(other), "--output", str(file)])
     )
+    assert "the best run by f1_macro first" in capsys.readouterr().out
     page = Page(file)
     assert page.loads() == []
     assert [row[0] for row in page.rows["table"]] == ["run", "a", "好"]
@@ -181,22 +193,3 @@ def test_scores_of_each_kind_of_prediction() -> None:
         [{"scores": {"rougeL": 0.25}}, {"scores": {"rougeL": 0.75}}], "title_generation", ()
     )
     assert statistics.intervals(titles) == {"rougeL": {"value": 0.5, "low": 0.25, "high": 0.75}}
-
-
-def test_the_permutation_test_agrees_with_mcnemars() -> None:
-    lines = [predictions(wrong, seed) for seed, wrong in ((1, 0.2), (2, 0.24))]
-    right = np.array([[line["label"] == line["prediction"] for line in each] for each in lines])
-    only = [int((right[0] & ~right[1]).sum()), int((right[1] & ~right[0]).sum())]
-    expected = binomtest(only[0], sum(only)).pvalue
-    p = statistics.p_values(
-        *(statistics.scores_of(each, LABELS.problem_type, NAMES) for each in lines)
-    )
-    assert 0.02 < expected < 0.9
-    assert p["accuracy"] == pytest.approx(expected, abs=0.04)
-    zeros, single, triple = (
-        statistics.scores_of([{"scores": {"x": value}} for value in values], "title_generation", ())
-        for values in ([0.0] * 3, [1.0, 0.0, 0.0], [1.0, 2.0, 3.0])
-    )
-    # 2 of the 8 ways to swap give as large a difference
-    assert statistics.p_values(triple, zeros)["x"] == pytest.approx(2 / 2**3, abs=0.03)
-    assert statistics.p_values(single, zeros) == statistics.p_values(zeros, zeros) == {"x": 1}

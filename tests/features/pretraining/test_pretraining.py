@@ -214,7 +214,7 @@ def test_the_saved_model_is_what_was_evaluated(name: str, single: Runs) -> None:
     assert sum(line["masked_tokens"] for line in lines) == count
     assert sum(line["scores"]["masked_accuracy"] * line["masked_tokens"] for line in lines) == pytest.approx(
         right, abs=1e-3)  # fmt: skip
-    compared = compare([run])[0]["runs"][0]["metrics"]["masked_accuracy"]
+    compared = compare([run]).runs[0].intervals["masked_accuracy"]
     assert compared["value"] == pytest.approx(last["masked_accuracy"], abs=1e-5)
 
 

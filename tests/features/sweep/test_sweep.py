@@ -34,7 +34,8 @@ if not Path(options.get("needs", ".")).exists():
 folder.mkdir(parents=True, exist_ok=True)
 (folder / "checkpoints/step-1").mkdir(parents=True, exist_ok=True)
 (folder / "checkpoints/step-1/state.json").touch()
-data = {"problem_type": "single_label_classification", "labels": ["a", "b"], "total_steps": 4, "digest": "d"}
+data = {"problem_type": "single_label_classification", "labels": ["a", "b"], "total_steps": 4, "digest": "d",
+        "metric_for_best_model": "f1_macro"}
 world = {"num_processes": 1, "distributed_type": "NO", "deepspeed": None, "mixed_precision": "no", "device": "c"}
 config = {"settings": {"x": x, "seed": 1}, "data": data, "world": world}
 def write(**more):

@@ -43,7 +43,7 @@ class BaselinesFeature(Feature):
         content = read_baselines(page.folder, page.last)
         if content is None:
             return None
-        titles = [page.record.metric_title(name) for name in next(iter(content["models"].values()))]
+        titles = list(next(iter(content["models"].values())))
         context = {"baselines": content, "titles": titles}
         return PagePart(Path(__file__).with_name("page.html"), context)
 

@@ -12,7 +12,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", metavar="FILE.html", help="also write a page with the curves of all runs"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 FEATURE = Feature(
@@ -21,7 +20,7 @@ FEATURE = Feature(
         help="compare the metrics of runs",
         run="toolkit.features.compare.command:run",
         add_arguments=_add_arguments,
-        description="Compares runs on the rows they predicted: metrics with confidence intervals, "
-        "and paired tests.",
+        description="Compares runs on the rows they predicted: metrics, and differences from the "
+        "best run, with confidence intervals.",
     )
 )

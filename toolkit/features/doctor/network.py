@@ -31,14 +31,15 @@ def check(machines: Machines, timeout: float) -> Iterator[Finding]:
         return
     yield Finding("interface", "ok", f"{interface}, by the route to {machines.first}")
     try:
-        met = meet_launchers(machines, {**comparable_versions(), "backend": backend}, timeout)
+        facts = {**comparable_versions(), "backend": backend}
+        store, names = meet_launchers(machines, facts, timeout)
     except UserError as error:
         yield Finding("machines", "FAIL", str(error))
         return
-    hosts = ", ".join(printable(host, 100) for host in met.hosts)
+    hosts = ", ".join(printable(host, 100) for host in names)
     yield Finding("machines", "ok", f"{hosts} found each other, with the same libraries and code")
     try:
-        measure = partial(_measure, met.store, machines, backend)
+        measure = partial(_measure, store, machines, backend)
         gbits = call_with_timeout(2 * _REDUCE_SECONDS, measure)
     except Exception as error:
         why = printable(first_line(error), 300)

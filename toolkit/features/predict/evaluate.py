@@ -96,6 +96,7 @@ def _write_folder(
         "digest": job.table.digest,
         "file_digests": {evaluation.split: job.table.digest},
         "total_steps": 0,
+        "metric_for_best_model": answers.labels.usual_metric,
     }
     files.write_config(settings, data, values)
     files.append_evaluation(evaluation, 0)

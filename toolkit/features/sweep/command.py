@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UserError, first_line
-from toolkit.report.comparison import LOSS_SETTINGS, as_text, compare
+from toolkit.report.comparison import LOSS_SETTINGS, compare
 from toolkit.report.recipe_runs import RecipeRuns
 from toolkit.report.record import Record
 from toolkit.utils.extras import require_extra
@@ -40,10 +40,10 @@ def run(options: argparse.Namespace, words: list[str]) -> None:
         for number in seeds:
             runs.run(f"seed-{number}", {**best, "seed": number})
             names.append(f"seed-{number}")
-    comparison = compare([folder / name for name in names])[0]
+    comparison = compare([folder / name for name in names])
     if best:
         print(f"\nbest settings: {shlex.join(['python', *runs.command(best)])}")
-    print(f"\n{as_text(comparison)}")
+    print(f"\n{comparison}")
     print(f"\nwith curves: toolkit compare {shlex.quote(str(folder))}/*/ --output compare.html")
 
 
