@@ -122,8 +122,8 @@ def _table(runs: Sequence[ComparedRun], metric: str, settings: pd.DataFrame) -> 
             table.loc[run.name, "difference"] = _format(difference)
     for group in _seeds_of_jobs(runs, settings):
         row = f"mean of {', '.join(group)}"
-        for name, spread in values.loc[group].agg(["mean", "std"]).items():
-            table.loc[row, name] = "{mean:.4f} ± {std:.4f}".format(**spread)
+        for column, spread in values.loc[group].agg(["mean", "std"]).items():
+            table.loc[row, str(column)] = "{mean:.4f} ± {std:.4f}".format(**spread)
     return table.fillna("")
 
 

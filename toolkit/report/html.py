@@ -122,7 +122,8 @@ def _mistakes(record: Record, texts: Sequence[str]) -> Iterator[Mistake]:
         if record.problem_type == REGRESSION:
             error = np.abs(np.subtract(prediction, label)).mean()
         else:
-            error = np.abs(np.isin(names, label) - np.array(line["probabilities"])).max()
+            truth = np.isin(names, label)  # (C,)
+            error = np.abs(truth - np.array(line["probabilities"])).max()
         yield Mistake(float(error), line, texts[place] if texts else "")
 
 
