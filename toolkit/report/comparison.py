@@ -26,6 +26,8 @@ _NOT_SHOWN = NOT_OF_TRAINING - {"model_name_or_path", "train_file"}
 
 
 class ComparedRun:
+    """A run's files, and its scores on the rows of its last evaluation."""
+
     def __init__(self, folder: Path, name: str) -> None:
         """Raises UserError if the folder holds no run, or one that has not finished."""
         self.name = name
@@ -54,6 +56,8 @@ class ComparedRun:
 
 @dataclass(frozen=True)
 class Comparison:
+    """Runs on the same rows."""
+
     metric: str
     """The first run's `--metric_for_best_model`."""
     runs: Sequence[ComparedRun]
@@ -109,6 +113,8 @@ def _differing_settings(runs: Sequence[ComparedRun]) -> pd.DataFrame:
 
 
 def _table(runs: Sequence[ComparedRun], metric: str, settings: pd.DataFrame) -> pd.DataFrame:
+    """Columns: the differing settings, the metrics, the difference from the best run's `metric`.
+    One that does not follow from predictions.jsonl, as the loss, has no interval."""
     names = [run.name for run in runs]
     values = pd.DataFrame([run.values(metric) for run in runs], names)
     table = settings.loc[names]

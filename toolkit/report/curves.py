@@ -25,6 +25,8 @@ _COLOURS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
 
 @dataclass(frozen=True)
 class Chart:
+    """A chart of a page, which writes its title and legend in HTML."""
+
     title: str
     svg: Markup
     legend: Sequence[tuple[str, str]] = ()
@@ -91,6 +93,7 @@ def draw_lines(title: str, lines: Mapping[str, pd.Series]) -> Chart:
 
 
 def _draw_line(axes: Any, values: pd.Series) -> None:
+    """In the next colour of the style sheet."""
     if len(values) <= _FEW:
         axes.plot(values, marker="o")
         return

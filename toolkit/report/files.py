@@ -86,10 +86,12 @@ class RunFiles:
         self.append("eval.jsonl", {**place, **extra, **evaluation.numbers})
 
     def write_predictions(self, evaluation: Evaluation) -> None:
+        """Replaces predictions.jsonl, whole, once all its lines are written."""
         if evaluation.predictions is not None:
             self._replace("predictions.jsonl", map(_line, evaluation.predictions()))
 
     def append(self, name: str, line: dict[str, Any]) -> None:
+        """Appends a line to a .jsonl file. Raises UserError if it cannot be written."""
         if not self.writes:
             return
         path = self.path / name
@@ -102,6 +104,7 @@ class RunFiles:
 
 
 def _world(accelerator: Accelerator) -> dict[str, Any]:
+    """What computes the run; `deepspeed`: its config in use."""
     plugin = accelerator.state.deepspeed_plugin
     device = f"{accelerator.device.type} ({platform.machine()})"
     if accelerator.device.type == "cuda":

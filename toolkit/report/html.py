@@ -114,6 +114,7 @@ def _predictions(record: Record, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _mistakes(record: Record, texts: Sequence[str]) -> Iterator[Mistake]:
+    """Yields the wrong predictions in the order of the file; a row without an answer is none."""
     names = np.array(record.data["labels"])
     for place, line in enumerate(record.predictions()):
         label, prediction = line["label"], line["prediction"]

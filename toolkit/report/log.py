@@ -46,6 +46,8 @@ class RunLog:
         self._printed = -math.inf
 
     def log_step(self, metrics: StepMetrics) -> None:
+        """Logs a step. Its line is in metrics.jsonl before a checkpoint of this step is saved: a
+        run that resumes from it has the lines of all its steps."""
         numbers = asdict(metrics)
         self._step = metrics.step
         self.files.append("metrics.jsonl", numbers)
@@ -78,6 +80,7 @@ class RunLog:
         launch.log_on_main(self.accelerator, line)
 
     def close_trackers(self) -> None:
+        """Ends the trackers of a run that has ended well, or by a stop signal."""
         launch.close_on_failure(None)
         # not accelerator.end_training(), which also destroys the process group: see launch.failure
         self._for_trackers(lambda tracker: tracker.finish())

@@ -56,6 +56,7 @@ def _label_set(label: str | list[str] | None) -> list[str]:
 
 
 def _errors(line: Mapping[str, Any]) -> dict[str, float]:
+    """Of one row, means over its numbers."""
     difference = np.subtract(line["prediction"], line["label"])
     return {"mae": np.abs(difference).mean(), "mse": np.square(difference).mean()}
 
