@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from tests.faults import refusal
-from tests.splits import of_lengths
+from tests.splits import global_batches, of_lengths
 from toolkit.config import ObjectiveSettings, ProblemType
 from toolkit.data.balance import similar_names, weigh_classes
-from toolkit.data.batches import GlobalBatches, accumulation_of
 from toolkit.data.labels import Labels
 from toolkit.data.prepare import Data
 from toolkit.data.tokens import Split
@@ -83,20 +82,12 @@ def test_sampling_draws_classes_as_asked(sampling: str, shares: dict[int, float]
     train = balanced(sampling=sampling)["train"]
     assert train.sampling_probabilities.sum() == pytest.approx(1)
     epochs = [
-        GlobalBatches(train.lengths, 32, 1, epoch, probabilities=train.sampling_probabilities)
+        global_batches(train.lengths, 32, 1, epoch, True, train.sampling_probabilities)
         for epoch in range(60)
     ]
     drawn = np.bincount(train.labels[np.concatenate([*chain(*epochs)])]) / (60 * len(train))
     assert {place: drawn[place] for place in shares} == pytest.approx(shares, abs=0.02)
     assert balanced(sampling=sampling)["validation"].sampling_probabilities is None
-
-
-def test_one_long_text_may_be_drawn_again_and_again() -> None:
-    """DeepSpeed is told the most micro-batches of a step before it begins."""
-    train = of_lengths(np.array([100, *[8] * 63]))
-    assert accumulation_of(train, 32, 32, 1, 128) == 3
-    drawn = replace(train, sampling_probabilities=np.array([1.0, *[0.0] * 63]))
-    assert accumulation_of(drawn, 32, 32, 1, 128) == 32
 
 
 def flags() -> Split:

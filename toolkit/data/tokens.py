@@ -40,12 +40,6 @@ class LengthBuckets:
         alone."""
         return np.where(lengths <= self.full, 0, -(-lengths // self.block))
 
-    def widest(self, length: int) -> int:
-        """The largest length in the bucket of `length`."""
-        if length <= self.full:
-            return self.full
-        return -(-length // self.block) * self.block
-
 
 @dataclass(frozen=True)
 class Split:

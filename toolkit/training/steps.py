@@ -24,9 +24,9 @@ from toolkit.config import TrainingSettings
 from toolkit.data.batches import (
     Batch,
     Collator,
-    GlobalBatches,
     Prefetcher,
     collator_of,
+    epoch_order,
     micro_batches,
 )
 from toolkit.data.tokens import Split
@@ -237,7 +237,7 @@ class Steps:
         numbers = range(self.done, schedule.total_steps)
         by_epoch = itertools.groupby(numbers, lambda number: number // schedule.steps_per_epoch)
         for epoch, of_epoch in by_epoch:
-            order = GlobalBatches(
+            order = epoch_order(
                 train.lengths,
                 settings.global_batch_size,
                 settings.seed,
@@ -246,7 +246,8 @@ class Steps:
                 train.sampling_probabilities,
             )
             for number in of_epoch:
-                indices = order[number % schedule.steps_per_epoch]
+                start = number % schedule.steps_per_epoch * settings.global_batch_size
+                indices = order[start : start + settings.global_batch_size]
                 collate = self._collate.at(epoch)
                 denominator = collate.loss_denominators(indices).sum().item()
                 # 1 if no text has a target token: their loss is 0
