@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from toolkit.data.table import TextBlock
-from toolkit.data.tokens import Split, load_split, of_model, read_lines
+from toolkit.data.tokens import Split, load_split, of_model
 from toolkit.utils.cache import cached_folder
 from toolkit.utils.progress import Progress
 
@@ -58,8 +58,8 @@ def encode_blocks(
     done = 0
     with ThreadPoolExecutor(workers, "tokenize") as threads:
         pending = []
-        for texts, pairs in blocks:
-            pending.append(threads.submit(encode, tokenizer, max_length, texts, pairs))
+        for texts in blocks:
+            pending.append(threads.submit(encode, tokenizer, max_length, texts))
             if len(pending) > 3:
                 block = pending.pop(0).result()
                 yield block
@@ -70,37 +70,33 @@ def encode_blocks(
     bar.close()
 
 
-def _encode_fast(
-    tokenizer: Any, max_length: int, texts: Sequence[str], pairs: Sequence[str] | None
-) -> Block:
+def _encode_fast(tokenizer: Any, max_length: int, texts: TextBlock) -> Block:
     """By the tokenizer's backend: transformers' own call takes twice as long."""
+    inputs: Sequence[Any] = list(zip(*texts, strict=True))
+    if len(texts) == 1:
+        inputs = cut_long_texts(tokenizer, texts[0], max_length)
+    encodings = tokenizer.backend_tokenizer.encode_batch_fast(inputs)
     types = None
-    if pairs is None:
-        inputs = cut_long_texts(tokenizer, texts, max_length)
-        encodings = tokenizer.backend_tokenizer.encode_batch_fast(inputs)
-    else:
-        both = list(zip(texts, pairs, strict=True))
-        encodings = tokenizer.backend_tokenizer.encode_batch_fast(both)
-        if "token_type_ids" in tokenizer.model_input_names:
-            types = [each.type_ids for each in encodings]
+    if _has_types(tokenizer, texts):
+        types = [each.type_ids for each in encodings]
     truncated = sum(bool(each.overflowing) for each in encodings)
     return _block([each.ids for each in encodings], types, truncated)
 
 
-def _encode_slowly(
-    tokenizer: Any, max_length: int, texts: Sequence[str], pairs: Sequence[str] | None
-) -> Block:
+def _encode_slowly(tokenizer: Any, max_length: int, texts: TextBlock) -> Block:
     """A tokenizer written in Python."""
-    has_types = pairs is not None and "token_type_ids" in tokenizer.model_input_names
     batch = tokenizer(
-        texts,
-        text_pair=pairs,
+        *texts,
         truncation="longest_first",
         max_length=max_length,
         return_attention_mask=False,
-        return_token_type_ids=has_types,
+        return_token_type_ids=_has_types(tokenizer, texts),
     )
     return _block(batch["input_ids"], batch.get("token_type_ids"), 0)
+
+
+def _has_types(tokenizer: Any, texts: TextBlock) -> bool:
+    return len(texts) > 1 and "token_type_ids" in tokenizer.model_input_names
 
 
 def _block(ids: list[list[int]], types: list[list[int]] | None, truncated: int) -> Block:
@@ -137,14 +133,12 @@ def cut_long_texts(tokenizer: Any, texts: Sequence[str], max_length: int) -> Seq
 # --- in memory
 
 
-def encode_texts(
-    tokenizer: Any, texts: Sequence[str], max_length: int, pairs: Sequence[str] | None = None
-) -> dict[str, np.ndarray]:
-    """Texts (and second texts) in memory -> `input_ids`, `offsets`, and `token_types` of pairs if
-    there are any."""
-    parts = [slice(start, start + _BLOCK_TEXTS) for start in range(0, len(texts), _BLOCK_TEXTS)]
-    pending = ((texts[part], None if pairs is None else pairs[part]) for part in parts)
-    blocks = list(encode_blocks(tokenizer, pending, max_length, len(texts)))
+def encode_texts(tokenizer: Any, texts: TextBlock, max_length: int) -> dict[str, np.ndarray]:
+    """`input_ids`, `offsets`, and `token_types` of pairs if there are any."""
+    total = len(texts[0])
+    parts = [slice(start, start + _BLOCK_TEXTS) for start in range(0, total, _BLOCK_TEXTS)]
+    pending = ([column[part] for column in texts] for part in parts)
+    blocks = list(encode_blocks(tokenizer, pending, max_length, total))
     ids, lengths, types, _ = zip(*blocks, strict=True)
     arrays = {
         "input_ids": np.concatenate(ids),
@@ -157,35 +151,31 @@ def encode_texts(
 
 def truncate_split(split: Split, tokenizer: Any, max_length: int, name: str) -> Split:
     """The same samples with at most `max_length` tokens each, for a split whose texts are saved."""
-    texts: Any = read_lines(split.folder / "texts.jsonl")
-    pairs: Any = None
-    if not isinstance(texts[0], str):
-        texts, pairs = zip(*texts, strict=True)
-    arrays: dict[str, Any] = encode_texts(tokenizer, texts, max_length, pairs)
+    texts = list(zip(*split.saved_texts(), strict=True))
+    arrays: dict[str, Any] = encode_texts(tokenizer, texts, max_length)
     if split.token_types is None:  # the model may have none
         arrays.pop("token_types", None)
     return replace(split, name=name, **arrays)
 
 
 def split_of_texts(
-    name: str,
     tokenizer: Any,
     model_config: Any,
     max_length: int,
-    texts: Sequence[str],
-    pairs: Sequence[str] | None = None,
+    texts: TextBlock,
     shared_as: str | None = None,
 ) -> Split:
-    """A split of texts (and second texts of pairs) in memory; all labels are 0.
+    """A split of texts in memory; all labels are 0.
 
     With `shared_as`, a digest, it lies in a cache folder that one process per machine writes and
     the caller removes."""
 
     def encode() -> dict[str, np.ndarray]:
-        rows = np.arange(len(texts), dtype=np.int64)
-        arrays = encode_texts(tokenizer, texts, max_length, pairs)
+        rows = np.arange(len(texts[0]), dtype=np.int64)
+        arrays = encode_texts(tokenizer, texts, max_length)
         return arrays | {"rows": rows, "labels": np.zeros_like(rows)}
 
+    name = "texts"
     if shared_as is None:
         return Split(name, Path(), **of_model(encode(), model_config))
     with cached_folder("tokens", shared_as, None, "texts to predict") as (folder, draft):
@@ -200,12 +190,12 @@ def split_of_texts(
 
 
 def save_texts(path: Path, blocks: Iterable[TextBlock]) -> Iterator[TextBlock]:
-    """Yields the blocks, and writes each text, or pair, as a line of JSON."""
+    """Yields the blocks, and writes the list of each row's texts as a line of JSON."""
     with path.open("w", encoding="utf-8") as file:
-        for texts, pairs in blocks:
-            items = texts if pairs is None else zip(texts, pairs, strict=True)
-            file.writelines(json.dumps(item, ensure_ascii=False) + "\n" for item in items)
-            yield texts, pairs
+        for texts in blocks:
+            for row in zip(*texts, strict=True):
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            yield texts
 
 
 @contextlib.contextmanager

@@ -67,8 +67,9 @@ class Labels(Targets):
         }
 
     @classmethod
-    def find(cls, settings: Any, table: Table, text_column: str) -> Labels:
-        return find_labels(table, text_column, **cls.data_facts(settings))
+    def find(cls, settings: Any, table: Table, columns: tuple[str, ...]) -> Labels:
+        facts = cls.data_facts(settings)
+        return find_labels(table, columns, facts["problem_type"], facts["label_separator"])
 
     @property
     def size(self) -> int:
@@ -102,8 +103,8 @@ class Labels(Targets):
         dtype: Any = np.int64 if self.problem_type == SINGLE else np.float32
         parts = [np.zeros(0, dtype)]
         for rows, cells in _cells(table, self.columns):
+            keys = _keys(cells)
             values: dict[Any, Any] = {}
-            keys = [cell if isinstance(cell, str) else repr(cell) for cell in cells]
             for key, row, cell in zip(keys, rows.tolist(), cells, strict=True):
                 if key not in values:  # each distinct cell of a batch is encoded once
                     try:
@@ -116,7 +117,7 @@ class Labels(Targets):
     def _value(self, cell: Any) -> Any:
         """A class id, a 0 or 1 per class, a number, or numbers. Raises ValueError."""
         if len(self.columns) > 1:
-            return self._values_of_columns(cell)
+            return self._numbers(cell)
         if self.problem_type == REGRESSION:
             return _number(cell)
         if self.problem_type == SINGLE:
@@ -131,36 +132,36 @@ class Labels(Targets):
             flags[place] = 1.0
         return flags
 
-    def _values_of_columns(self, cells: list[Any]) -> list[float]:
+    def _numbers(self, cells: list[Any]) -> list[float]:
         numbers = [_number(cell) for cell in cells]
-        odd = [number for number in numbers if number not in (0, 1)]
-        if odd and self.problem_type == MULTI:
+        if self.problem_type == MULTI and not set(numbers) <= {0, 1}:
             raise ValueError(
-                f"{odd[0]:g} in a label column: several hold 0 or 1 each, or numbers to predict: "
+                f"{cells} in the label columns: several hold 0 or 1 each, or numbers to predict: "
                 "then pass --problem_type regression"
             )
         return numbers
 
     def _id(self, cell: Any) -> int:
         name = _name(cell)
-        if name in self._ids:
-            return self._ids[name]
         if not name:
             raise ValueError(_NO_LABEL)
-        raise ValueError(
-            f"label {name!r} does not occur in training{did_you_mean(name, self._ids)}: the "
-            f"classes are {listing(self._ids)}"
-        )
+        if name not in self._ids:
+            raise ValueError(
+                f"label {name!r} does not occur in training{did_you_mean(name, self._ids)}: the "
+                f"classes are {listing(self._ids)}"
+            )
+        return self._ids[name]
 
     def missing(self, table: Table) -> np.ndarray:
         """An empty cell of several labels is none of them, unless all cells are empty."""
         if not set(table.rows.column_names).issuperset(self.columns):
             return np.ones(len(table), bool)
         flags = []
-        for _, rows in _cells(table, self.columns):
-            for row in rows:
-                cells = row if len(self.columns) > 1 else [row]
-                flags.append(all(map(_is_blank, cells)))
+        for _, cells in _cells(table, self.columns):
+            if len(self.columns) > 1:
+                flags += [all(map(_is_blank, row)) for row in cells]
+            else:
+                flags += map(_is_blank, cells)
         blank = np.array(flags, bool)
         if self.problem_type == MULTI and len(self.columns) == 1 and not blank.all():
             return np.zeros_like(blank)
@@ -187,23 +188,16 @@ class Labels(Targets):
 
 def find_labels(
     table: Table,
-    text_column: str,
-    label_column: str | None = None,
+    columns: tuple[str, ...],
     problem_type: ProblemType | None = None,
-    label_separator: str | None = None,
+    separator: str | None = None,
 ) -> Labels:
-    """Infers from the label column of the training table what a model predicts; `problem_type`
-    overrides. Raises UserError when the column is missing or ambiguous, or there are fewer than two
-    classes."""
-    columns = table.find_columns(label_column, USUAL, "label_column")
-    if not columns:
-        excluded = table.columns_of(text_column)
-        others = [name for name in table.rows.column_names if name not in excluded]
-        raise table.ambiguous_column("label", "label_column", others)
+    """Infers from the label columns of the training table what a model predicts; `problem_type`
+    overrides. Raises UserError for fewer than two classes, or cells that are no labels."""
     try:
         if len(columns) > 1:
             return _labels_of_columns(table, columns, problem_type)
-        return _labels_of_column(table, columns[0], problem_type, label_separator)
+        return _labels_of_column(table, columns[0], problem_type, separator)
     except ValueError as error:
         where = listing(map(repr, columns))
         raise UserError(f"{table.name}: column {where} {error}") from error
@@ -216,11 +210,10 @@ def _labels_of_columns(
     ValueError."""
     if problem_type == SINGLE:
         raise ValueError(f"have several labels or numbers: leave out --problem_type {SINGLE}")
+    numbers = {to_float(cell) for column in columns for cell in _distinct(table, column)}
     problem = MULTI
-    for column in columns:
-        numbers = {to_float(cell) for cell in _distinct(table, column)}
-        if not numbers <= {0.0, 1.0, None}:
-            problem = REGRESSION
+    if not numbers <= {0.0, 1.0, None}:
+        problem = REGRESSION
     return Labels(problem_type or problem, columns, columns)
 
 
@@ -232,33 +225,28 @@ def _labels_of_column(
     problem = problem_type or _guess(cells, separator)
     if problem == REGRESSION:
         return Labels(problem, (column,), (column,))
+    names = _class_names(cells, problem, separator)
     feature = _feature(table, column)
     if feature:
         names = tuple(feature.names)
-    else:
-        names = natural_order(_class_names(cells, problem, separator))
-        if problem_type is None and len(names) > max(_FEW_CLASSES, len(table) / 2):
-            raise ValueError(
-                f"holds {len(names)} different values in {len(table)} rows: is it the label? Name "
-                "another with --label_column, or pass --problem_type"
-            )
+    is_guess = feature is None and problem_type is None
+    if is_guess and len(names) > max(_FEW_CLASSES, len(table) / 2):
+        raise ValueError(
+            f"holds {len(names)} different values in {len(table)} rows: is it the label? Name "
+            "another with --label_column, or pass --problem_type"
+        )
     if len(names) < 2:
-        found = listing(names) or "no class"
-        raise ValueError(f"holds {found} only: at least two classes are needed (--label_column)")
+        only = listing(names) or "no class"
+        raise ValueError(f"holds {only} only: at least two classes are needed (--label_column)")
     return Labels(problem, names, (column,), separator)
 
 
-def _class_names(cells: list[Any], problem: ProblemType, separator: str | None) -> set[str]:
+def _class_names(cells: list[Any], problem: ProblemType, separator: str | None) -> tuple[str, ...]:
     names: set[str] = set()
     for cell in cells:
         parts = [cell] if problem == SINGLE else _names(cell, separator)
-        names.update(filter(None, map(_name, parts)))
-    if problem == MULTI and any(re.fullmatch(r"-?\d+\.\d+", name) for name in names):
-        raise ValueError(
-            "holds lists of numbers: several numbers to predict are several columns "
-            "(--label_column a,b)"
-        )
-    return names
+        names.update(map(_name, parts))
+    return natural_order(names - {""})
 
 
 def natural_order(names: Iterable[str]) -> tuple[str, ...]:
@@ -271,11 +259,9 @@ def natural_order(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _guess(distinct: list[Any], separator: str | None) -> ProblemType:
-    """The problem type that fits the cells of a column. Raises ValueError for objects."""
+    """The problem type that fits the cells of a column."""
     cells = [cell for cell in distinct if cell != ""]
-    if any(isinstance(cell, dict) for cell in cells):
-        raise ValueError("holds objects: make a column of the label")
-    if separator or (cells and all(_is_list(cell) for cell in cells)):
+    if separator or (cells and all(map(_is_list, cells))):
         return MULTI
     numbers = [number for cell in cells if (number := to_float(cell)) is not None]
     fractions = any(number % 1 for number in numbers if math.isfinite(number))
@@ -289,28 +275,30 @@ def _guess(distinct: list[Any], separator: str | None) -> ProblemType:
 def _cells(table: Table, columns: Sequence[str]) -> Iterator[tuple[np.ndarray, list[Any]]]:
     """Batches of (row numbers, cells): lists of cells for several columns; `ClassLabel` ids as
     names."""
-    feature = _feature(table, columns[0]) if len(columns) == 1 else None
+    feature = _feature(table, columns[0])
     for numbers, values in table.cells(columns):
         if len(columns) > 1:
-            yield numbers, [list(cells) for cells in zip(*values, strict=True)]
+            yield numbers, list(map(list, zip(*values, strict=True)))
         elif feature:
             yield numbers, [_feature_names(cell, feature) for cell in values[0]]
         else:
             yield numbers, values[0]
 
 
+def _keys(cells: list[Any]) -> list[str]:
+    """Equal for equal cells; lists have no hash."""
+    return [cell if isinstance(cell, str) else repr(cell) for cell in cells]
+
+
 def _distinct(table: Table, column: str) -> list[Any]:
     """The distinct cells of a column that are not missing; of the first rows, if they are more than
     _MAX_DISTINCT."""
-    is_plain = hasattr(table.rows.features[column], "dtype")  # no lists, no objects
-    distinct: dict[Any, Any] = {}
+    distinct: dict[str, Any] = {}
     for _, cells in _cells(table, (column,)):
-        keys = cells if is_plain else map(repr, cells)
-        batch = dict(zip(keys, cells, strict=True))
-        distinct |= {key: cell for key, cell in batch.items() if not _is_missing(cell)}
+        distinct |= zip(_keys(cells), cells, strict=True)
         if len(distinct) > _MAX_DISTINCT:
             break
-    return list(distinct.values())
+    return [cell for cell in distinct.values() if not _is_missing(cell)]
 
 
 def _feature(table: Table, column: str) -> Any:

@@ -35,7 +35,7 @@ from toolkit.utils.features import features
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-_LAYOUT = 4  # increase when the content of a prepared folder changes
+_LAYOUT = 5  # increase when the content of a prepared folder changes
 _SETTINGS = ("text_column", "text_pair", "drop_empty_text", "validation_split",
              "max_train_samples", "max_eval_samples")  # fmt: skip
 """The settings that prepared data depend on, besides those of their targets."""
@@ -58,7 +58,7 @@ class Data:
     """The column of second texts."""
     max_length: int
     notes: tuple[str, ...]
-    """Lines for the user: sizes, truncated texts, overlaps."""
+    """Lines for the user: truncated texts, overlaps, imbalanced classes."""
     targets: Targets
     train: Split
     validation: Split
@@ -68,8 +68,6 @@ class Data:
     pos_weight: torch.Tensor | None = None
     """(classes,) float32, on the device: the weight of positive labels in the loss
     (--pos_weight)."""
-    advice: str = ""
-    """A line if the classes are imbalanced and no setting compensates for it."""
 
     @property
     def labels(self) -> Labels:

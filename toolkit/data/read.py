@@ -48,7 +48,10 @@ def read_tables(settings: TextSettings) -> dict[str, Table]:
 
 
 def _splits_of_dataset(name: str, settings: TextSettings) -> dict[str, Table]:
-    splits = read_dataset(name, settings.dataset_config_name)
+    if name.startswith(demo.PREFIX):
+        splits = read_demo(name)
+    else:
+        splits = read_hub(name, settings.dataset_config_name)
     tables: dict[str, Table] = {}
     for split, aliases in _SPLIT_NAMES.items():
         for alias in aliases:
@@ -99,18 +102,13 @@ def format_of(path: Path) -> str:
 
 
 def _digest_of(path: Path) -> str:
-    if not path.exists():
+    if not path.is_file():
         siblings = []
         if path.parent.is_dir():
             siblings = [file.name for file in path.parent.iterdir()]
         hint = did_you_mean(path.name, siblings)
-        raise UserError(f"{path} does not exist{hint} (looked in {Path.cwd()})")
-    if not path.is_file():
-        raise UserError(f"{path} is a folder or a pipe, not a file")
-    try:
-        return digest_of_file(path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+        raise UserError(f"{path} does not exist, or is no file{hint} (looked in {Path.cwd()})")
+    return digest_of_file(path)
 
 
 def _load(paths: list[Path], settings: TextSettings, name: str, digest: str) -> Rows:
@@ -243,15 +241,12 @@ def parse_json(path: Path, encoding: str = "utf-8") -> Iterator[Any]:
     try:
         loaded = json.loads(content)
     except (ValueError, RecursionError) as error:
-        if re.search(r"}\s*\n\s*{", content):
+        if str(error).startswith("Extra data"):
             yield from _json_lines(path, encoding)
             return
         raise UserError(f"{path}: not JSON ({error})") from error
     if isinstance(loaded, dict):
-        values = list(loaded.values())
-        loaded = [loaded]
-        if len(values) == 1 and isinstance(values[0], list):
-            loaded = values[0]
+        loaded = loaded.get("data", [loaded])
     yield from loaded
 
 
@@ -286,13 +281,6 @@ def _array(values: list[Any], path: Path, first_row: int, name: str) -> pyarrow.
 
 
 # --- demos, the hub, folders
-
-
-def read_dataset(name: str, config: str | None = None) -> dict[str, Table]:
-    """The splits of a demo, a hub data set or a folder. Raises UserError."""
-    if name.startswith(demo.PREFIX):
-        return read_demo(name)
-    return read_hub(name, config)
 
 
 def read_demo(name: str) -> dict[str, Table]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from toolkit.data.columns import find_columns, find_texts, require_columns
 from toolkit.data.table import Table
 from toolkit.data.targets import Targets, targets_of
 from toolkit.data.tokenizer import separator_of
@@ -43,22 +44,21 @@ def select_samples(settings: Any, tokenizer: Any, tables: Mapping[str, Table]) -
     """Finds the columns and the targets in the training table, and selects the rows of all splits.
     Raises UserError naming rows without a text or a target, unless `--drop_empty_text` allows
     them."""
-    data = settings.data
-    notes = []
-    predicted = _find_predicted(settings, tables["train"])
-    columns = _find_texts(settings, tables["train"], predicted)
-    joined = tables["train"].columns_of(columns[0])
+    drop_empty = settings.data.drop_empty_text
+    texts, predicted = _find_columns(settings, tables["train"])
     separator = separator_of(tokenizer)
+    notes = []
+    joined = tables["train"].columns_of(texts[0])
     if len(joined) > 1:
         notes.append(f"columns {', '.join(joined)} are one text, with {separator} between them")
     with_texts = {}
     for split, table in tables.items():
-        read = replace(table, text_columns=columns, separator=separator)
-        with_texts[split] = _with_texts(read, data.drop_empty_text)
+        with_texts[split] = _with_texts(table.read(texts, separator), drop_empty)
     train, _ = with_texts["train"]
-    targets = targets_of(settings).find(settings, train, columns[0])
-    what = str(targets.column_setting).removesuffix("_column")
-    where = f"{what} in column {listing(map(repr, predicted))}"
+    targets_class = targets_of(settings)
+    targets = targets_class.find(settings, train, predicted)
+    setting = str(targets_class.column_setting)
+    what = setting.removesuffix("_column")
 
     splits = {}
     for split, (table, hashes) in with_texts.items():
@@ -68,12 +68,12 @@ def select_samples(settings: Any, tokenizer: Any, tables: Mapping[str, Table]) -
             continue
         for column in predicted:
             table.require(column)
-        places = _filled(table, missing, where, f"{what}_column", data.drop_empty_text)
+        places = _filled(table, missing, what, predicted, setting, drop_empty)
         table = table.select(places)
         splits[split] = Samples(table, targets.encode(table), hashes[places])
         dropped = len(tables[split]) - len(table)
         if dropped:
-            names = " or ".join([*columns, *predicted])
+            names = " or ".join([*texts, *predicted])
             notes.append(f"{split}: {dropped} rows with an empty {names} are left out")
 
     if "validation" not in splits:
@@ -90,58 +90,60 @@ def data_seed(settings: Any) -> int:
     return int(settings.data.data_seed)
 
 
-def _find_predicted(settings: Any, train: Table) -> tuple[str, ...]:
-    """The columns of targets."""
+def _find_columns(settings: Any, train: Table) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(the column of texts, and of second texts if there are any; the columns of targets)."""
+    data = settings.data
     targets = targets_of(settings)
     setting = targets.column_setting
-    if setting is None:
-        return ()
-    return train.find_columns(getattr(settings.data, setting), targets.usual_columns, setting)
-
-
-def _find_texts(settings: Any, train: Table, predicted: tuple[str, ...]) -> tuple[str, ...]:
-    """The column of texts, and of second texts if there are any."""
-    data = settings.data
-    pair = getattr(data, "text_pair", None)
-    text = train.text_column(data.text_column, [*predicted, pair])
-    pair = train.pair_column(pair, text)
-    columns = (text, pair) if pair else (text,)
-    both = {name for column in columns for name in train.columns_of(column)}.intersection(predicted)
+    predicted: tuple[str, ...] = ()
+    if setting is not None:
+        predicted = find_columns(train, getattr(data, setting), setting, targets.usual_columns)
+    texts = find_texts(train, data.text_column, getattr(data, "text_pair", None), predicted)
+    read = [name for column in texts for name in train.columns_of(column)]
+    if setting is not None and not predicted:
+        predicted = require_columns(train, None, setting, (), read)
+    both = sorted(set(read).intersection(predicted))
     if both:
         raise UserError(
-            f"{train.name}: column {listing(sorted(both))} is to be read and predicted: name "
-            f"another --{targets_of(settings).column_setting}"
+            f"{train.name}: column {listing(both)} is to be read and predicted: name another "
+            f"--text_column or --{setting}"
         )
-    return columns
+    return texts, predicted
 
 
 def _with_texts(table: Table, drop_empty: bool) -> tuple[Table, np.ndarray]:
     """The rows in which no text is blank, and (rows,) hashes of their texts."""
     blank = [np.zeros(0, bool)]
     hashes = [np.zeros(0, np.int64)]
-    for block in table.text_blocks(table.text_columns, table.separator):
-        rows = list(zip(*block, strict=True))
+    for texts in table.texts():
+        rows = list(zip(*texts, strict=True))
         blank.append(np.array([not all(map(str.strip, row)) for row in rows]))
         hashes.append(np.fromiter(map(hash, rows), np.int64, len(rows)))
-    what = f"text in column {' or '.join(map(repr, table.text_columns))}"
-    places = _filled(table, np.concatenate(blank), what, "text_column", drop_empty)
+    columns = table.text_columns
+    places = _filled(table, np.concatenate(blank), "text", columns, "text_column", drop_empty)
     return table.select(places), np.concatenate(hashes)[places]
 
 
 def _filled(
-    table: Table, blank: np.ndarray, what: str, setting: str, drop_empty: bool
+    table: Table,
+    blank: np.ndarray,
+    what: str,
+    columns: tuple[str, ...],
+    setting: str,
+    drop_empty: bool,
 ) -> np.ndarray:
     """The places of the rows that are not blank. Raises UserError if all are, or, unless they may
     be dropped, some."""
+    where = f"{what} in column {' or '.join(map(repr, columns))}"
     if blank.all():
-        raise UserError(f"{table.name}: every {what} is empty: name another with --{setting}")
+        raise UserError(f"{table.name}: every {where} is empty: name another with --{setting}")
     if blank.any() and not drop_empty:
         hint = ""
         if table.name.endswith(".txt"):
             hint = " (or --sample_by paragraph, if they separate texts)"
         rows = table.listing(table.row_numbers[blank])
         raise UserError(
-            f"{table.name}: the {what} is empty in {blank.sum()} of {len(blank)} rows (rows "
+            f"{table.name}: the {where} is empty in {blank.sum()} of {len(blank)} rows (rows "
             f"{rows}): fill them, or pass --drop_empty_text{hint}"
         )
     return np.flatnonzero(~blank)

@@ -31,10 +31,6 @@ _MAX_CELL = 64 << 20
 _LIKELY_ENCODINGS = ("utf-8", "gb18030", "big5")
 
 
-def is_utf8(encoding: str) -> bool:
-    return encoding.lower().replace("_", "-") in ("utf-8", "utf8")
-
-
 def open_bytes(path: Path) -> Any:
     """The decompressed bytes of a file."""
     return OPENERS.get(path.suffix.lower(), open)(path, "rb")
@@ -50,10 +46,10 @@ def open_text(path: Path, encoding: str) -> io.TextIOWrapper:
     """The text of a file, without a byte order mark. Raises UserError; reading raises
     UnicodeError."""
     try:
-        codecs.lookup(encoding)
+        name = codecs.lookup(encoding).name
     except LookupError as error:
         raise UserError(f"--encoding {encoding}: Python has no such encoding") from error
-    if is_utf8(encoding):
+    if name == "utf-8":
         encoding = "utf-8-sig"
     elif has_utf8_mark(path):  # GB18030 decodes it, to other characters
         fault = f"begins with UTF-8's byte order mark, and --encoding is {encoding}"

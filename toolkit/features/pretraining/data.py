@@ -206,7 +206,7 @@ class Masks(Targets):
         return {"words": None}
 
     @classmethod
-    def find(cls, settings: Any, table: Table, text_column: str) -> Masks:
+    def find(cls, settings: Any, table: Table, columns: tuple[str, ...]) -> Masks:
         return cls(settings.masking.whole_word_mask)
 
     def save(self, folder: Path, table: Table, encoded: np.ndarray, tokenizer: Any) -> list[str]:
@@ -248,7 +248,7 @@ def _save_words(folder: Path, table: Table, tokenizer: Any, max_length: int) -> 
     tokenizer(["a"], **options)  # sets the truncation, for `cut_long_texts`
     texts_done = 0
     with append_to_npy(folder / "words.npy", np.bool_) as append:
-        for block, _ in table.texts():
+        for (block,) in table.texts():
             texts = cut_long_texts(tokenizer, block, max_length)
             encoded = tokenizer(list(texts), return_offsets_mapping=True, **options)
             for text, offsets in zip(texts, encoded["offset_mapping"], strict=True):

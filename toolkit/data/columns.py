@@ -1,0 +1,90 @@
+"""Which columns of a table hold the texts, and which what is to be predicted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from toolkit.data.table import Table
+from toolkit.errors import UserError, listing
+
+USUAL_TEXT = ("text", "sentence", "content", "review", "comment", "document", "article",
+              "文本", "内容", "评论", "评论内容", "正文")  # fmt: skip
+_NUMBER = re.compile(r"[-+\d.,e\s]*", re.IGNORECASE)
+
+
+def find_columns(
+    table: Table, value: str | None, setting: str, usual: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The columns that the value of a setting names, several as `a,b`; without a value, one with a
+    usual name, or none. Raises UserError when one is missing."""
+    if value is None:
+        lowered = {name.lower().strip(): name for name in reversed(table.rows.column_names)}
+        return tuple(lowered[name] for name in usual if name in lowered)[:1]
+    names = table.columns_of(value)
+    for name in names:
+        table.require(name, setting)
+    return tuple(names)
+
+
+def require_columns(
+    table: Table,
+    value: str | None,
+    setting: str,
+    usual: tuple[str, ...],
+    excluded: Iterable[str] = (),
+) -> tuple[str, ...]:
+    """As `find_columns`. Raises UserError for none, which names the columns but the `excluded`."""
+    columns = find_columns(table, value, setting, usual)
+    if columns:
+        return columns
+    others = [name for name in table.rows.column_names if name not in excluded]
+    raise _ambiguous(table, setting, others)
+
+
+def find_texts(
+    table: Table, text: str | None, pair: str | None, excluded: Iterable[str] = ()
+) -> tuple[str, ...]:
+    """The column of texts, and that of second texts if `pair` names one; `a,b` are several columns
+    that are read as one text. Without `text`, a column with a usual name, or the only one of texts
+    that is not `excluded`. Raises UserError if none or several are possible."""
+    first = ",".join(find_columns(table, text, "text_column", USUAL_TEXT))
+    if not first:
+        first = _only_texts(table, {*excluded, pair})
+    if pair is None:
+        return (first,)
+    if pair in table.columns_of(first):
+        raise UserError(f"--text_pair {pair} is the first text's column too: name another")
+    return first, ",".join(find_columns(table, pair, "text_pair", ()))
+
+
+def _only_texts(table: Table, excluded: set[str | None]) -> str:
+    others = [name for name in table.rows.column_names if name not in excluded]
+    texts = [name for name in others if _contains_text(table, name)]
+    if len(texts) != 1:
+        raise _ambiguous(table, "text_column", texts or others)
+    if len(table.rows.column_names) == 1 and re.search(r"[;|\t]", texts[0]):
+        raise UserError(
+            f"{table.name} has one column, {texts[0][:60]!r}: pass its --delimiter, or "
+            "--column_names text if the first line is no header, or name it with --text_column"
+        )
+    return texts[0]
+
+
+def _contains_text(table: Table, column: str) -> bool:
+    """Not numbers (strings in CSV) and not lists."""
+    kind = getattr(table.rows.features[column], "dtype", None)
+    if kind not in ("string", "large_string"):
+        return False
+    return not all(_NUMBER.fullmatch(str(cell or "")) for cell in table.rows[:100][column])
+
+
+def _ambiguous(table: Table, setting: str, names: list[str]) -> UserError:
+    remedy = "there is no other than the text (is the --delimiter right?)"
+    if names:
+        remedy = f"name one of {listing(names)} with --{setting}"
+    what = setting.removesuffix("_column")
+    return UserError(
+        f"{table.name}: which column is the {what}? {remedy}; a CSV file without a header line "
+        "needs --column_names"
+    )
