@@ -13,9 +13,8 @@ import torch
 from tests.faults import refusal
 from tests.splits import global_batches, of_lengths
 from toolkit.config import TrainingSettings
-from toolkit.data.batches import Collator, collator_of, micro_batches
+from toolkit.data.batches import Collator, collate_padded, micro_batches
 from toolkit.data.tokens import LengthBuckets, Split
-from toolkit.features.titles.data import TitleCollator, TitleSplit
 from toolkit.training.schedule import make_schedule
 
 CPU = torch.device("cpu")
@@ -194,43 +193,16 @@ def test_padding(split: Split, side: str, second: list[int]) -> None:
         assert set(collate(np.array(alike)).inputs) == {"input_ids"}
 
 
-TITLES = [[2, 31, 3], [2, 3], [2, 31, 32, 33, 3]]
-
-
-@pytest.fixture
-def titled(split: Split) -> TitleSplit:
-    """The first three samples, with titles that begin with 2 and end with 3."""
-    offsets = np.cumsum([0, *map(len, TITLES)])
-    ids = np.array([token for title in TITLES for token in title], np.int32)
-    return TitleSplit("train", split.folder, split.input_ids, split.offsets[:4], np.zeros(3, np.int64), split.rows[:3],
-                      target_ids=ids, target_offsets=offsets, collator=TitleCollator)  # fmt: skip
-
-
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_each_token_of_a_title_is_told_those_before_it(titled: TitleSplit, side: str) -> None:
-    """The decoder's padding is on the right, on whichever side the text has its own."""
-    indices = np.array([2, 1, 0])
-    batch, texts = (
-        kind(titled, tokenizer(side), CPU)(indices) for kind in (TitleCollator, Collator)
-    )
-    padded = [[2, 31, 32, 33], [2, 7, 7, 7], [2, 31, 7, 7]]
-    assert batch.inputs["decoder_input_ids"].tolist() == padded
-    assert batch.labels.tolist() == [[31, 32, 33, 3], [3, -100, -100, -100], [31, 3, -100, -100]]
-    assert set(batch.inputs) == {"decoder_input_ids", *texts.inputs}
-    assert all(torch.equal(batch.inputs[name], tensor) for name, tensor in texts.inputs.items())
-    assert (batch.samples, batch.tokens) == (texts.samples, texts.tokens)
-    assert (batch.labels != -100).sum(1).tolist() == titled.loss_denominators(indices).tolist()
-
-
-def test_an_empty_micro_batch_is_one_sample_without_weight(
-    split: Split, titled: TitleSplit
-) -> None:
-    for kind in (split, titled):
-        batch = collator_of(kind, tokenizer(), CPU)(np.zeros(0, np.int64))
-        assert (batch.weights.tolist(), batch.ids.tolist()) == ([0.0], [-1])
-        assert (batch.samples, batch.tokens) == (0, 0)
-        assert batch.inputs["input_ids"].shape[0] == batch.labels.shape[0] == 1
-    assert batch.inputs["decoder_input_ids"].shape == batch.labels.shape == (1, 2)
+@pytest.mark.parametrize(("samples", "length"), [([], 1), ([4], 5), ([5, 4], 6)])
+def test_padding_samples_count_nowhere(split: Split, samples: list[int], length: int) -> None:
+    """They are short, so that a rank without samples computes little."""
+    batch = collate_padded(Collator(split, tokenizer(), CPU), np.array(samples, np.int64), 4)
+    padding = 4 - len(samples)
+    assert batch.weights.tolist() == [1] * len(samples) + [0] * padding
+    assert batch.ids.tolist() == [10 * sample for sample in samples] + [-1] * padding
+    assert (batch.samples, batch.tokens) == (len(samples), sum(samples) + len(samples))
+    assert batch.inputs["input_ids"].shape == (4, length)
+    assert batch.labels.shape == (4,)
 
 
 def gpu_widths(split: Split, longest: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -104,12 +104,9 @@ def test_the_fingerprint_changes_with_the_tokens_and_not_with_use(
         (None, 131, config(), 131),
         (None, 10**30, config(), 512),  # a tokenizer without a limit
         (None, 10**30, config(positions=None), 512),
-        (None, 512, config("roberta", 514, 1), 512),
-        (None, 10**30, config("roberta", 514, 1), 512),
         (None, 10**30, config("xlm-roberta", 514, 1), 512),
         (None, 10**30, config("camembert", 514, 1), 512),
         (None, 512, config("big_bird", 4096), 512),
-        (64, 131, config(), 64),
         (512, 131, config(), 512),  # more than the tokenizer's own limit, not more than the model's
         (5000, 10**30, config(positions=-1), 5000),  # relative positions
     ],

@@ -69,7 +69,6 @@ def _notes_on_classes(
     splits: Mapping[str, Split], labels: Labels, counts: np.ndarray
 ) -> Iterator[str]:
     yield f"rows of each class in train: {_listed(labels, counts, counts, '{:d}')}"
-    yield from _similar_names(labels.names)
     for name, split in splits.items():
         missing = np.flatnonzero(_class_counts(labels, split) == 0)
         if name != "train" and len(missing):
@@ -167,13 +166,3 @@ def _advice(counts: np.ndarray, rows: int, labels: Labels) -> Iterator[str]:
         f"{fault}; {remedy} the rare ones count, and f1_macro shows them "
         "(docs/fine-tuning-craft.md)"
     )
-
-
-def _similar_names(names: Sequence[str]) -> Iterator[str]:
-    """A note on classes whose names differ in case and blanks only."""
-    alike: dict[str, list[str]] = {}
-    for name in names:
-        alike.setdefault("".join(name.split()).casefold(), []).append(repr(name))
-    groups = [" and ".join(group) for group in alike.values() if len(group) > 1]
-    if groups:
-        yield f"classes with almost the same name: {listing(groups)}; if one, write it in one way"

@@ -42,7 +42,7 @@ class Inputs(dict[str, torch.Tensor]):
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch on its device; padding samples have id -1, and in training weight 0."""
+    """One micro-batch on its device; padding samples have id -1 and weight 0."""
 
     inputs: dict[str, torch.Tensor]
     """(B, S) int64: `input_ids`; `attention_mask` if anything is padded (`Inputs`);
@@ -50,7 +50,7 @@ class Batch:
     labels: torch.Tensor
     """(B,) int64, (B, classes) float32 or (B,) float32; of tokens (B, T) int64."""
     weights: torch.Tensor
-    """(B,) float32: `Split.weights`, or 1; in training 0 for padding samples."""
+    """(B,) float32: `Split.weights`, or 1; 0 for padding samples."""
     ids: torch.Tensor
     """(B,) int64: rows in the source."""
     samples: int
@@ -178,12 +178,7 @@ class Collator:
         self.device = device
 
     def __call__(self, indices: np.ndarray) -> Batch:
-        """An empty micro-batch becomes one padding sample, so that every rank takes part in the
-        collectives."""
         split = self.split
-        is_empty = len(indices) == 0
-        if is_empty:
-            indices = np.zeros(1, np.int64)
         lengths = split.lengths[indices]
         types = split.token_types
         if types is not None:
@@ -191,7 +186,7 @@ class Collator:
         weights = np.ones(len(indices), np.float32)
         if split.weights is not None:
             weights = split.weights[indices]
-        batch = Batch(
+        return Batch(
             inputs=self.inputs(split.gather(split.input_ids, indices), lengths, types),
             labels=self.move(split.labels[indices]),
             weights=self.move(weights),
@@ -200,11 +195,6 @@ class Collator:
             tokens=int(lengths.sum()),
             columns={name: self.move(values[indices]) for name, values in split.columns.items()},
         )
-        if not is_empty:
-            return batch
-        no_weights = torch.zeros_like(batch.weights)
-        no_ids = torch.full_like(batch.ids, -1)
-        return replace(batch, weights=no_weights, ids=no_ids, samples=0, tokens=0)
 
     def inputs(
         self, tokens: np.ndarray, lengths: np.ndarray, types: np.ndarray | None
@@ -255,6 +245,25 @@ class Collator:
         if self.device.type == "cuda":
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)
+
+
+def collate_padded(collate: Collator, indices: np.ndarray, size: int) -> Batch:
+    """A batch of `size` samples: after `indices` come padding samples, of weight 0 and id -1, so
+    that every rank takes part in the collectives."""
+    count = len(indices)
+    if count == size:
+        return collate(indices)
+    lengths = collate.split.lengths
+    filler = indices[-1] if count else lengths.argmin()
+    batch = collate(np.append(indices, np.full(size - count, filler)))
+    is_sample = torch.arange(size, device=batch.ids.device) < count
+    return replace(
+        batch,
+        ids=torch.where(is_sample, batch.ids, -1),
+        weights=batch.weights * is_sample,
+        samples=count,
+        tokens=int(lengths[indices].sum()),
+    )
 
 
 def collator_of(split: Split, tokenizer: Any, device: torch.device) -> Collator:

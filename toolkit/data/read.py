@@ -48,10 +48,8 @@ def read_tables(settings: TextSettings) -> dict[str, Table]:
 
 
 def _splits_of_dataset(name: str, settings: TextSettings) -> dict[str, Table]:
-    if name.startswith(demo.PREFIX):
-        splits = read_demo(name)
-    else:
-        splits = read_hub(name, settings.dataset_config_name)
+    is_demo = name.startswith(demo.PREFIX)
+    splits = read_demo(name) if is_demo else read_hub(name, settings.dataset_config_name)
     tables: dict[str, Table] = {}
     for split, aliases in _SPLIT_NAMES.items():
         for alias in aliases:

@@ -25,6 +25,7 @@ from toolkit.data.batches import (
     Batch,
     Collator,
     Prefetcher,
+    collate_padded,
     collator_of,
     epoch_order,
     micro_batches,
@@ -97,7 +98,11 @@ class Step:
             steps.accelerator.num_processes,
             steps.settings.max_tokens_per_batch,
         )
-        return [partial(self.collate, indices) for indices in samples]
+        collations = []
+        for indices in samples:
+            size = max(1, len(indices))
+            collations.append(partial(collate_padded, self.collate, indices, size))
+        return collations
 
     def micro_batches(self, model: torch.nn.Module) -> Iterator[Batch]:
         """Yields this process's micro-batches, with the model in training mode. Its gradients are

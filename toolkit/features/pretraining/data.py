@@ -122,8 +122,6 @@ class MaskingCollator(Collator):
         """The labels (B, K) are the original tokens at the masked positions, which are the input
         `target_positions` (B, K), padded with IGNORED."""
         batch = super().__call__(indices)
-        if not len(indices):
-            indices = np.zeros(1, np.int64)
         lengths = self.split.lengths[indices]
         is_masked = self.masks(indices)
         ids = self.split.gather(self.split.input_ids, indices)

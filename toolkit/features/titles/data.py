@@ -29,8 +29,6 @@ class TitleCollator(Collator):
         """`labels` (B, T) are `decoder_input_ids` (B, T) shifted by one token, IGNORED after the
         end of a title."""
         batch = super().__call__(indices)
-        if not len(indices):
-            indices = np.zeros(1, np.int64)
         titles, lengths = gather_slices(self.split.target_ids, self.split.target_offsets, indices)
         first = lengths.cumsum() - lengths
         last = lengths.cumsum() - 1
