@@ -68,6 +68,7 @@ def weigh_classes(data: Data, objective: ObjectiveSettings, device: torch.device
 def _notes_on_classes(
     splits: Mapping[str, Split], labels: Labels, counts: np.ndarray
 ) -> Iterator[str]:
+    """How many rows each class has, and which classes an evaluated split lacks."""
     yield f"rows of each class in train: {_listed(labels, counts, counts, '{:d}')}"
     for name, split in splits.items():
         missing = np.flatnonzero(_class_counts(labels, split) == 0)
@@ -77,6 +78,7 @@ def _notes_on_classes(
 
 
 def _check_objective(labels: Labels, objective: ObjectiveSettings) -> None:
+    """Raises UserError for a setting that does not fit this kind of labels."""
     kind = labels.problem_type.replace("_", " ")
     for name, why in _UNSUPPORTED[labels.problem_type].items():
         value = getattr(objective, name)

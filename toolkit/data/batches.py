@@ -160,6 +160,7 @@ def micro_batch_samples(longest: int, per_device: int, max_tokens: int | None) -
 
 
 def _round_up(length: int, multiple: int = _GPU_MULTIPLE) -> int:
+    """The next multiple."""
     return -(-length // multiple) * multiple
 
 

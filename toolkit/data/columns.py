@@ -59,6 +59,8 @@ def find_texts(
 
 
 def _only_texts(table: Table, excluded: set[str | None]) -> str:
+    """The only column that may hold texts. Raises UserError if there are none or several, and for
+    one whose name looks like several cells."""
     others = [name for name in table.rows.column_names if name not in excluded]
     texts = [name for name in others if _contains_text(table, name)]
     if len(texts) != 1:
@@ -80,6 +82,7 @@ def _contains_text(table: Table, column: str) -> bool:
 
 
 def _ambiguous(table: Table, setting: str, names: list[str]) -> UserError:
+    """The error if it is unclear which column a setting means, and what to pass."""
     remedy = "there is no other than the text (is the --delimiter right?)"
     if names:
         remedy = f"name one of {listing(names)} with --{setting}"

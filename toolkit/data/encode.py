@@ -96,10 +96,12 @@ def _encode_slowly(tokenizer: Any, max_length: int, texts: TextBlock) -> Block:
 
 
 def _has_types(tokenizer: Any, texts: TextBlock) -> bool:
+    """Whether the tokenizer says which of two texts a token is of."""
     return len(texts) > 1 and "token_type_ids" in tokenizer.model_input_names
 
 
 def _block(ids: list[list[int]], types: list[list[int]] | None, truncated: int) -> Block:
+    """Lists of each text's ids (and token types) -> flat arrays."""
     lengths = np.fromiter(map(len, ids), np.int64, len(ids))
     count = int(lengths.sum())
     flat_ids = np.fromiter(itertools.chain.from_iterable(ids), np.int32, count)
@@ -223,6 +225,8 @@ def append_to_npy(path: Path, dtype: Any) -> Iterator[Callable[[np.ndarray], Non
 
 @dataclass
 class Counts:
+    """What is reported of a split's tokens."""
+
     truncated: int = 0
     """Texts longer than `max_length`."""
     unknown: int = 0

@@ -110,6 +110,7 @@ def load_words_first(name: str) -> Any:
 
 
 def _is_wordpiece(tokenizer: Any) -> bool:
+    """Whether it is a fast tokenizer with BERT's kind of vocabulary."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return isinstance(getattr(backend, "model", None), WordPiece)
 
@@ -153,6 +154,7 @@ class WordBackend:
     def _encode(
         self, encode: Callable[..., Any], most: int | None, *arguments: Any, **options: Any
     ) -> Any:
+        """Calls a method of the tokenizer with the pre-tokenizer in place, one thread at a time."""
         backend = self._backend
         with self._lock:
             normalizer = backend.normalizer

@@ -143,6 +143,7 @@ class Labels(Targets):
         return flags
 
     def _numbers(self, cells: list[Any]) -> list[float]:
+        """One number for each column. Raises ValueError."""
         numbers = [finite_number(cell) for cell in cells]
         if self.problem_type == MULTI and not set(numbers) <= {0, 1}:
             raise ValueError(
@@ -152,6 +153,7 @@ class Labels(Targets):
         return numbers
 
     def _id(self, cell: Any) -> int:
+        """The id of a class by its name. Raises ValueError."""
         name = class_name(cell)
         if not name:
             raise ValueError(NO_LABEL)
@@ -252,6 +254,7 @@ def _labels_of_column(
 
 
 def _names_in(cells: list[Any], problem: ProblemType, separator: str | None) -> tuple[str, ...]:
+    """The classes that distinct cells name, in natural order."""
     names: set[str] = set()
     for cell in cells:
         parts = [cell] if problem == SINGLE else class_names(cell, separator)

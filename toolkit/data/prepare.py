@@ -197,6 +197,7 @@ def _token_notes(split: str, counts: Counts, rows: int, max_length: int) -> Iter
 
 
 def _load(settings: Any, folder: Path, model_config: Any, tables: Mapping[str, Table]) -> Data:
+    """The data of a prepared folder, for a model of this config."""
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     targets_class = targets_of(settings)
     splits: dict[str, Any] = dict.fromkeys(("train", "validation", "test"))

@@ -48,6 +48,8 @@ def read_tables(settings: TextSettings) -> dict[str, Table]:
 
 
 def _splits_of_dataset(name: str, settings: TextSettings) -> dict[str, Table]:
+    """The splits of `--dataset_name`. Raises UserError if there is none to train on, and for
+    settings that have no effect on it."""
     is_demo = name.startswith(demo.PREFIX)
     splits = read_demo(name) if is_demo else read_hub(name, settings.dataset_config_name)
     tables: dict[str, Table] = {}
@@ -100,6 +102,7 @@ def format_of(path: Path) -> str:
 
 
 def _digest_of(path: Path) -> str:
+    """The digest of a file's content. Raises UserError for a missing file."""
     if not path.is_file():
         siblings = []
         if path.parent.is_dir():
@@ -179,6 +182,8 @@ def _unify(path: Path, before: Any, schema: pyarrow.Schema) -> pyarrow.Schema:
 
 
 def _blocks(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
+    """The rows of a file, in batches of at most BLOCK_ROWS. Raises UserError naming what cannot be
+    parsed."""
     import pyarrow
 
     kind = format_of(path)
@@ -198,6 +203,7 @@ def _blocks(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]
 
 
 def _read_parquet(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
+    """The rows of a Parquet file."""
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
@@ -211,6 +217,7 @@ def _read_parquet(path: Path, settings: TextSettings) -> Iterator[pyarrow.Record
 
 
 def _read_json(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
+    """The rows of a JSON file; each batch has the columns and types of its own rows."""
     import pyarrow
 
     first_row = 1
@@ -249,6 +256,7 @@ def parse_json(path: Path, encoding: str = "utf-8") -> Iterator[Any]:
 
 
 def _json_lines(path: Path, encoding: str) -> Iterator[Any]:
+    """A value for each line that is not blank."""
     with text_files.open_text(path, encoding) as text:
         for number, line in enumerate(text, 1):
             if line.strip():

@@ -34,6 +34,8 @@ class Samples:
 
 
 class Selection(NamedTuple):
+    """The samples of each split."""
+
     splits: dict[str, Samples]
     targets: Targets
     notes: list[str]
@@ -50,7 +52,8 @@ def select_samples(settings: Any, tokenizer: Any, tables: Mapping[str, Table]) -
     notes = []
     joined = tables["train"].columns_of(texts[0])
     if len(joined) > 1:
-        notes.append(f"columns {', '.join(joined)} are one text, with {separator} between them")
+        columns = ", ".join(joined)
+        notes.append(f"columns {columns} are one text, with {separator} between them")
     with_texts = {}
     for split, table in tables.items():
         with_texts[split] = _with_texts(table.read(texts, separator), drop_empty)
@@ -70,7 +73,8 @@ def select_samples(settings: Any, tokenizer: Any, tables: Mapping[str, Table]) -
             table.require(column)
         places = _filled(table, missing, what, predicted, setting, drop_empty)
         table = table.select(places)
-        splits[split] = Samples(table, targets.encode(table), hashes[places])
+        encoded = targets.encode(table)
+        splits[split] = Samples(table, encoded, hashes[places])
         dropped = len(tables[split]) - len(table)
         if dropped:
             names = " or ".join([*texts, *predicted])
@@ -117,7 +121,8 @@ def _with_texts(table: Table, drop_empty: bool) -> tuple[Table, np.ndarray]:
     hashes = [np.zeros(0, np.int64)]
     for texts in table.texts():
         rows = list(zip(*texts, strict=True))
-        blank.append(np.array([not all(map(str.strip, row)) for row in rows]))
+        has_blank = [not all(map(str.strip, row)) for row in rows]
+        blank.append(np.array(has_blank))
         hashes.append(np.fromiter(map(hash, rows), np.int64, len(rows)))
     columns = table.text_columns
     places = _filled(table, np.concatenate(blank), "text", columns, "text_column", drop_empty)
@@ -160,7 +165,8 @@ def _hold_out(splits: dict[str, Samples], targets: Targets, settings: Any) -> st
     places = np.arange(len(samples))
     strata = targets.strata(samples.targets)
     if strata is not None:
-        repeats = np.bincount(strata)[strata] > 1  # a class of one row can only be trained on
+        class_sizes = np.bincount(strata)
+        repeats = class_sizes[strata] > 1  # a class of one row can only be trained on
         places = places[repeats]
         strata = strata[repeats]
     count = max(1, round(len(places) * share))
@@ -188,18 +194,21 @@ def _limit(splits: dict[str, Samples], settings: Any) -> Iterator[str]:
         setting = "max_train_samples" if split == "train" else "max_eval_samples"
         limit = getattr(settings.data, setting)
         if limit is not None and limit < len(samples):
-            order = np.random.default_rng(data_seed(settings)).permutation(len(samples))
-            splits[split] = samples.select(np.sort(order[:limit]))
+            generator = np.random.default_rng(data_seed(settings))
+            drawn = generator.permutation(len(samples))[:limit]
+            splits[split] = samples.select(np.sort(drawn))
             yield f"{split}: {limit} of {len(samples)} rows are used (--{setting})"
 
 
 def _overlaps(splits: Mapping[str, Samples]) -> Iterator[str]:
     """Notes on texts (or pairs) of another split that are also in the training data."""
+    trained = splits["train"].hashes
     for split, samples in splits.items():
-        seen = np.isin(samples.hashes, splits["train"].hashes)
-        if split != "train" and seen.any():
-            rows = listing(row + 1 for row in samples.table.row_numbers[seen])
-            yield (
-                f"{split}: {seen.sum()} of {len(seen)} texts are also in the training data: its "
-                f"scores will be too high (rows {rows})"
-            )
+        seen = np.isin(samples.hashes, trained)
+        if split == "train" or not seen.any():
+            continue
+        rows = listing(row + 1 for row in samples.table.row_numbers[seen])
+        yield (
+            f"{split}: {seen.sum()} of {len(seen)} texts are also in the training data: its "
+            f"scores will be too high (rows {rows})"
+        )

@@ -21,6 +21,8 @@ TextBlock = Sequence[Sequence[str]]
 
 
 class Rows(NamedTuple):
+    """What a table loads."""
+
     data: datasets.Dataset
     files: Sequence[tuple[int, str]] = ()
     """The first row of each file, and its name."""
@@ -151,6 +153,7 @@ class Table:
             yield [self._join([texts[name] for name in part]) for part in parts]
 
     def _join(self, columns: list[list[str]]) -> list[str]:
+        """The texts of several columns as one, without the blank ones."""
         if len(columns) == 1:
             return columns[0]
         rows = zip(*columns, strict=True)

@@ -73,6 +73,7 @@ def encoding_fault(path: Path, encoding: str) -> str:
 
 
 def _undecodable_line(path: Path, encoding: str) -> int | None:
+    """The number of the first line that is not in this encoding, from 1; None: all are."""
     decoder = codecs.getincrementaldecoder(encoding)()
     number = 1
     with open_bytes(path) as file:
@@ -162,6 +163,7 @@ def _csv_rows(
 
 
 def _column_names(path: Path, cells: list[str]) -> list[str]:
+    """The names in a header line. Raises UserError for an empty one."""
     if not any(cells):
         raise UserError(f"{path} is empty, or its first line is: write the columns there")
     # pandas leaves the name of its index empty
@@ -189,6 +191,7 @@ def _refuse_swallowed_rows(
 
 
 def _delimiter(path: Path, settings: TextSettings) -> str:
+    """`--delimiter`, or by the file's ending. Raises UserError for what cannot be one."""
     if settings.delimiter is None:
         suffixes = [suffix.lower() for suffix in path.suffixes]
         return "\t" if ".tsv" in suffixes else ","

@@ -56,6 +56,7 @@ def output_format(path: Path) -> str:
 
 
 def _write_parquet(path: Path, tables: Iterable[Any]) -> None:
+    """All tables get the columns and types of the first."""
     import pyarrow.parquet
 
     writer: Any = None
@@ -86,6 +87,7 @@ def _write_csv(file: Any, tables: Iterable[Any], delimiter: str, quoting: bool) 
 
 
 def _write_list(file: Any, tables: Iterable[Any]) -> None:
+    """A JSON list, a row on each line."""
     separator = ""
     file.write("[")
     for line in _json_lines(tables):
