@@ -29,10 +29,9 @@ from machine import processor, write_page
 
 from toolkit.config import ModelSettings
 from toolkit.data.batches import Collator, epoch_order, micro_batches
-from toolkit.data.encode import append_to_npy
 from toolkit.data.read import read_demo
+from toolkit.data.token_files import append_to_npy, load_split
 from toolkit.data.tokenizer import load_tokenizer
-from toolkit.data.tokens import load_split
 from toolkit.demo import model_path
 
 MODEL = "demo:minilm"

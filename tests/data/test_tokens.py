@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from tests.architectures import make_tokenizer
 from tests.faults import refusal
 from toolkit.config import PretrainedSettings
-from toolkit.data import encode, tokens
+from toolkit.data import encode, token_files
 from toolkit.data import tokenizer as tokenizers
 
 TEXTS = ["good film", "", "很好 的 书店", "the " * 50, "a"]
@@ -31,26 +31,26 @@ def test_a_split_comes_back_as_it_was_saved(tokenizer: Any, tmp_path: Path) -> N
     lines = ["a\nb", "", "很好", '"', "\u2028"]
     (folder := tmp_path / "train").mkdir()
     blocks = encode.encode_blocks(tokenizer, [[TEXTS[:2]], [TEXTS[2:]]], 20, 5)
-    counts = encode.save_tokens(folder, blocks, unknown=1)
+    counts = token_files.save_tokens(folder, blocks, unknown=1)
     arrays = encode.encode_texts(tokenizer, [TEXTS], 20)
     # saved with the model, whether or not this made the tokens
     assert tokenizer.backend_tokenizer.to_str() == before
     ids = arrays["input_ids"]
-    assert counts == encode.Counts(1, int((ids == 1).sum()), len(ids))
+    assert counts == token_files.Counts(1, int((ids == 1).sum()), len(ids))
     for name, array in arrays.items():  # appended, and as numpy writes it whole
         np.save(tmp_path / "whole.npy", array)
         assert (folder / f"{name}.npy").read_bytes() == (tmp_path / "whole.npy").read_bytes()
     np.save(folder / "labels.npy", labels)
     np.save(folder / "rows.npy", rows)
-    list(encode.save_texts(folder / "texts.jsonl", [[lines[:2]], [lines[2:]]]))
-    split = tokens.load_split(tmp_path, "train")
+    list(token_files.save_texts(folder / "texts.jsonl", [[lines[:2]], [lines[2:]]]))
+    split = token_files.load_split(tmp_path, "train")
     theirs = tokenizer(TEXTS, truncation=True, max_length=20)["input_ids"]
     assert [split.tokens(place).tolist() for place in range(5)] == theirs
     assert (split.input_ids.dtype, split.offsets.dtype) == (np.int32, np.int64)
     assert split.lengths.tolist() == list(map(len, theirs))
     assert (split.labels.tolist(), split.rows.tolist()) == (labels.tolist(), rows.tolist())
     assert split.texts() == lines
-    list(encode.save_texts(folder / "texts.jsonl", [[["a\nb"], ["c\nd"]]]))
+    list(token_files.save_texts(folder / "texts.jsonl", [[["a\nb"], ["c\nd"]]]))
     assert split.texts() == ["a b\nc\nd"]  # the first line is the pair's first text
     assert isinstance(split.input_ids, np.memmap)
 

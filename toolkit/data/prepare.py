@@ -14,12 +14,13 @@ import torch
 from toolkit import launch
 from toolkit.config import flat
 from toolkit.data.balance import weigh_classes
-from toolkit.data.encode import Counts, encode_blocks, save_texts, save_tokens
+from toolkit.data.encode import encode_blocks
 from toolkit.data.labels import Labels
 from toolkit.data.read import read_tables
 from toolkit.data.select import Samples, data_seed, select_samples
 from toolkit.data.table import Table
 from toolkit.data.targets import Targets, targets_of
+from toolkit.data.token_files import Counts, load_split, save_texts, save_tokens
 from toolkit.data.tokenizer import (
     choose_max_length,
     fingerprint,
@@ -27,7 +28,7 @@ from toolkit.data.tokenizer import (
     refuse_foreign_tokenizer,
     separator_of,
 )
-from toolkit.data.tokens import Split, load_split
+from toolkit.data.tokens import Split
 from toolkit.errors import UserError
 from toolkit.utils.cache import cached_folder, digest_of_text
 from toolkit.utils.features import features

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -139,18 +139,6 @@ def read_lines(path: Path) -> list[Any]:
         return []
     with path.open(encoding="utf-8") as file:
         return [json.loads(line) for line in file]
-
-
-def load_split(
-    folder: Path, name: str, model_config: Any = None, split_class: type[Split] = Split
-) -> Split:
-    """Memory-maps a saved split: the files that are fields of `split_class`."""
-    arrays = {}
-    for one in fields(split_class):
-        file = folder / name / f"{one.name}.npy"
-        if file.is_file():
-            arrays[one.name] = np.load(file, mmap_mode="r")
-    return split_class(name, folder / name, **of_model(arrays, model_config))
 
 
 def of_model(arrays: Mapping[str, np.ndarray], config: Any) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from transformers.utils import cached_file
 from toolkit.config import ModelSettings
 from toolkit.config.sections import default_tokens_per_batch
 from toolkit.data.columns import find_columns, find_texts, require_columns
-from toolkit.data.encode import split_of_texts
 from toolkit.data.labels import USUAL, Labels
 from toolkit.data.read import format_of
 from toolkit.data.table import Table
+from toolkit.data.token_files import split_of_texts
 from toolkit.data.tokenizer import choose_max_length, load_tokenizer, separator_of
 from toolkit.data.tokens import Split
 from toolkit.evaluation.answers import Answers, answers_for

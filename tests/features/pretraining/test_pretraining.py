@@ -28,7 +28,7 @@ from tests.splits import global_batches
 from tests.test_long import converted
 from toolkit.config import build
 from toolkit.data.batches import Batch
-from toolkit.data.tokens import load_split
+from toolkit.data.token_files import load_split
 from toolkit.features.pretraining.data import MaskedSplit, MaskingCollator, Masks
 from toolkit.features.pretraining.model import (
     load_masked_model,

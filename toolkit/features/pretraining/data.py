@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from toolkit.data.batches import IGNORED, Batch, Collator
-from toolkit.data.encode import append_to_npy, cut_long_texts
+from toolkit.data.encode import cut_long_texts
 from toolkit.data.jieba_tokenizer import load_jieba
 from toolkit.data.table import Table
 from toolkit.data.targets import Targets
+from toolkit.data.token_files import append_to_npy
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError
 from toolkit.evaluation.outputs import Evaluation, Outputs

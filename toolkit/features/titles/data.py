@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from toolkit.data.batches import IGNORED, Batch, Collator
-from toolkit.data.encode import encode_blocks, save_texts, save_tokens
+from toolkit.data.encode import encode_blocks
 from toolkit.data.table import Table, TextBlock
 from toolkit.data.targets import Targets
+from toolkit.data.token_files import save_texts, save_tokens
 from toolkit.data.tokens import Split, gather_slices, read_lines
 from toolkit.errors import UserError
 from toolkit.utils.extras import require_extra
