@@ -106,7 +106,7 @@ def _digest_of(path: Path) -> str:
     if not path.is_file():
         siblings = []
         if path.parent.is_dir():
-            siblings = [file.name for file in path.parent.iterdir()]
+            siblings = [file.name for file in path.parent.iterdir() if file != path]
         hint = did_you_mean(path.name, siblings)
         raise UserError(f"{path} does not exist, or is no file{hint} (looked in {Path.cwd()})")
     return digest_of_file(path)
