@@ -44,8 +44,9 @@ def weigh_classes(data: Data, objective: ObjectiveSettings, device: torch.device
     pos_weight = None
     if objective.class_weights:
         weights = _class_weights(objective.class_weights, counts, labels.names)
+        in_fp32 = weights.astype(np.float32)
         for name, split in data.splits.items():
-            splits[name] = replace(split, weights=weights.astype(np.float32)[split.labels])
+            splits[name] = replace(split, weights=in_fp32[split.labels])
         line = _listed(labels, counts, weights, "{:.3g}")
         notes.append(f"class weights of the loss (--class_weights): {line}")
     if objective.pos_weight:
@@ -103,7 +104,8 @@ def _positive_weights(
         return _weights_by_name("pos_weight", setting, names)
     # a label of every row would weigh 0, and not be trained at all
     varies = (counts > 0) & (counts < rows)
-    return np.where(varies, (rows - counts) / np.maximum(counts, 1), 1)
+    balanced = (rows - counts) / np.maximum(counts, 1)
+    return np.where(varies, balanced, 1)
 
 
 def _class_weights(setting: str, counts: np.ndarray, names: Sequence[str]) -> np.ndarray:
@@ -111,7 +113,8 @@ def _class_weights(setting: str, counts: np.ndarray, names: Sequence[str]) -> np
     if setting != "balanced":
         return _weights_by_name("class_weights", setting, names)
     present = counts > 0
-    return np.where(present, counts.sum() / (present.sum() * np.maximum(counts, 1)), 1)
+    balanced = counts.sum() / (present.sum() * np.maximum(counts, 1))
+    return np.where(present, balanced, 1)
 
 
 def _sampling_shares(setting: str, counts: np.ndarray) -> np.ndarray:

@@ -142,8 +142,9 @@ def _halve_to_multiple(cut: list[np.ndarray], lengths: np.ndarray, world: int) -
     while len(cut) % world:
         padded = []
         for batch in cut:
-            divisible = len(batch) > 1
-            padded.append(len(batch) * _round_up(int(lengths[batch[0]])) if divisible else 0)
+            tokens = len(batch) * _round_up(int(lengths[batch[0]]))
+            is_divisible = len(batch) > 1
+            padded.append(tokens if is_divisible else 0)
         largest = int(np.argmax(padded))
         if padded[largest]:
             cut[largest : largest + 1] = np.array_split(cut[largest], 2)
@@ -187,6 +188,9 @@ class Collator:
         weights = np.ones(len(indices), np.float32)
         if split.weights is not None:
             weights = split.weights[indices]
+        columns = {}
+        for name, values in split.columns.items():
+            columns[name] = self.move(values[indices])
         return Batch(
             inputs=self.inputs(split.gather(split.input_ids, indices), lengths, types),
             labels=self.move(split.labels[indices]),
@@ -194,7 +198,7 @@ class Collator:
             ids=self.move(split.rows[indices]),
             samples=len(indices),
             tokens=int(lengths.sum()),
-            columns={name: self.move(values[indices]) for name, values in split.columns.items()},
+            columns=columns,
         )
 
     def inputs(

@@ -19,12 +19,13 @@ def find_columns(
     """The columns that the value of a setting names, several as `a,b`; without a value, one with a
     usual name, or none. Raises UserError when one is missing."""
     if value is None:
-        lowered = {name.lower().strip(): name for name in reversed(table.rows.column_names)}
+        names = reversed(table.rows.column_names)  # the first of equal ones wins
+        lowered = {name.lower().strip(): name for name in names}
         return tuple(lowered[name] for name in usual if name in lowered)[:1]
-    names = table.columns_of(value)
-    for name in names:
+    columns = table.columns_of(value)
+    for name in columns:
         table.require(name, setting)
-    return tuple(names)
+    return tuple(columns)
 
 
 def require_columns(
@@ -78,7 +79,8 @@ def _contains_text(table: Table, column: str) -> bool:
     kind = getattr(table.rows.features[column], "dtype", None)
     if kind not in ("string", "large_string"):
         return False
-    return not all(_NUMBER.fullmatch(str(cell or "")) for cell in table.rows[:100][column])
+    cells = table.rows[:100][column]
+    return not all(_NUMBER.fullmatch(str(cell or "")) for cell in cells)
 
 
 def _ambiguous(table: Table, setting: str, names: list[str]) -> UserError:

@@ -119,7 +119,8 @@ def cut_long_texts(tokenizer: Any, texts: Sequence[str], max_length: int) -> Seq
         return texts
     cut = list(texts)
     starts = [texts[place][: _CUT * max_length] for place in places]
-    for place, start, each in zip(places, starts, backend.encode_batch(starts), strict=True):
+    encodings = backend.encode_batch(starts)
+    for place, start, each in zip(places, starts, encodings, strict=True):
         overflowing = [each, *each.overflowing]
         last_word = max(filter(None, each.word_ids), default=0)
         end_word = max(filter(None, overflowing[-1].word_ids), default=0)

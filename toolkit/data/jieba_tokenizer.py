@@ -118,7 +118,10 @@ def _is_wordpiece(tokenizer: Any) -> bool:
 def is_jieba(folder: Path) -> bool:
     """Whether the tokenizer in a model's folder has the key `words_first`."""
     path = folder / "tokenizer_config.json"
-    return path.is_file() and bool(json.loads(path.read_text(encoding="utf-8")).get(MARK))
+    if not path.is_file():
+        return False
+    config = json.loads(path.read_text(encoding="utf-8"))
+    return bool(config.get(MARK))
 
 
 class WordBackend:

@@ -106,7 +106,9 @@ def prepare_data(
     """Tokenizes the texts and encodes their targets, in one process per machine; all processes load
     them. Raises UserError for every fault of the input, and when machines have different data."""
     if accelerator is not None:
-        values = {name: value for name, value in flat(settings).items() if name not in _SOURCES}
+        values = flat(settings)
+        for name in _SOURCES:
+            values.pop(name, None)
         launch.require_equal(accelerator, "the settings", values)
     targets_class = targets_of(settings)
     targets_class.check(settings, tokenizer)

@@ -169,7 +169,8 @@ def _unify(path: Path, before: Any, schema: pyarrow.Schema) -> pyarrow.Schema:
 
     if before is None:
         return schema
-    if not format_of(path).startswith(".json") and set(schema.names) != set(before.names):
+    same_names = set(schema.names) == set(before.names)
+    if not same_names and not format_of(path).startswith(".json"):
         raise UserError(
             f"{path} has the columns {listing(schema.names)}, and the file before it "
             f"{listing(before.names)}: give both the same columns, or use a pattern without it"
@@ -280,7 +281,8 @@ def _array(values: list[Any], path: Path, first_row: int, name: str) -> pyarrow.
 
     if not fails(len(values)):
         return pyarrow.array(values)
-    place = bisect.bisect_left(range(len(values)), True, key=lambda place: fails(place + 1))
+    places = range(len(values))
+    place = bisect.bisect_left(places, True, key=lambda place: fails(place + 1))
     fault = f"field {name!r} is {str(values[place])[:40]!r}, unlike the rows before it, or no text"
     remedy = "make them all numbers, or all strings, or leave the field out"
     raise UserError(f"{path}, row {first_row + place}: {fault}: {remedy}")

@@ -176,7 +176,8 @@ def _hold_out(splits: dict[str, Samples], targets: Targets, settings: Any) -> st
             f"to hold out a part of {share:g} for validation: pass --validation_file, or another "
             "--validation_split; is the label column right?"
         )
-    if strata is not None and min(count, len(places) - count) < len(np.unique(strata)):
+    fewest = min(count, len(places) - count)
+    if strata is not None and fewest < len(np.unique(strata)):
         strata = None  # too few rows for some of each class
     _, validation = train_test_split(places, test_size=count, random_state=seed, stratify=strata)
     held_out = np.zeros(len(samples), bool)

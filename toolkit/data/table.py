@@ -149,7 +149,7 @@ class Table:
                     f"{self.name}: column {name!r} holds lists or objects, not texts: name another"
                 )
         for _, cells in self.cells(names):
-            texts = {name: _texts(each) for name, each in zip(names, cells, strict=True)}
+            texts = dict(zip(names, map(_texts, cells), strict=True))
             yield [self._join([texts[name] for name in part]) for part in parts]
 
     def _join(self, columns: list[list[str]]) -> list[str]:

@@ -179,7 +179,8 @@ def _refuse_swallowed_rows(
     columns = [set(cells) for cells in zip(*block, strict=True)]
     for number, row in enumerate(block, first_row):
         lines = [line.split(delimiter) for line in delimiter.join(row).splitlines()]
-        if len(lines) < 2 or any(len(line) != len(row) for line in lines):
+        widths = set(map(len, lines))
+        if len(lines) < 2 or widths != {len(row)}:
             continue
         for values, cells in zip(columns, zip(*lines, strict=True), strict=True):
             if all(cell.strip() and cell in values for cell in cells):

@@ -49,7 +49,8 @@ def fingerprint(tokenizer: Any) -> str:
         state.pop("padding", None)
         described = json.dumps([state, tokenizer.truncation_side], sort_keys=True)
     else:
-        described = json.dumps([sorted(tokenizer.get_vocab().items()), repr(tokenizer)])
+        vocabulary = sorted(tokenizer.get_vocab().items())
+        described = json.dumps([vocabulary, repr(tokenizer)])
     described += getattr(backend, "segmenter", "")
     return hashlib.sha256(f"{type(tokenizer).__name__}{described}".encode()).hexdigest()[:32]
 

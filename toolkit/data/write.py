@@ -80,7 +80,8 @@ def _write_csv(file: Any, tables: Iterable[Any], delimiter: str, quoting: bool) 
         if not has_header:
             writer.writerow(table.column_names)
             has_header = True
-        for row in zip(*(column.to_pylist() for column in table.columns), strict=True):
+        columns = [column.to_pylist() for column in table.columns]
+        for row in zip(*columns, strict=True):
             writer.writerow(
                 _as_json(cell) if isinstance(cell, list | dict) else cell for cell in row
             )
