@@ -62,17 +62,6 @@ def test_batches_are_of_other_samples_in_each_epoch(count: int) -> None:
     assert len(first & second) < len(first) / 2
 
 
-def test_grouping_wastes_little_on_padding() -> None:
-    lengths = lengths_of(5000)
-    padding = {}
-    for grouped in (True, False):
-        batches = global_batches(lengths, 16, 1, 0, grouped)
-        padded = sum(len(batch) * lengths[batch].max() for batch in batches)
-        padding[grouped] = 1 - lengths.sum() / padded
-    assert padding[True] < 0.15  # of the tokens
-    assert padding[False] > 2 * padding[True]  # the lengths are uneven enough
-
-
 def padded_tokens(batch: np.ndarray, lengths: np.ndarray) -> int:
     """Of a micro-batch on a GPU, whose width is a multiple of 8."""
     return len(batch) * -(-int(lengths[batch].max(initial=0)) // 8) * 8

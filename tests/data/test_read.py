@@ -9,9 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from tests.faults import refusal
@@ -208,28 +205,12 @@ def test_a_pattern_reads_all_its_files_in_natural_order(
     )
 
 
-def test_selected_rows_keep_their_numbers(write_rows: WriteRows) -> None:
-    rows = [{"text": f"text {number}", "label": str(number)} for number in range(30)]
-    whole = read_file(write_rows("a.jsonl", rows))
-    part = whole.select(np.arange(0, 30, 2)).select(np.array([0, 3, 14]))
-    assert (len(part), part.row_numbers.tolist()) == (3, [0, 6, 28])
-    cells = [cell for _, (column,) in part.cells(["label"]) for cell in column]
-    assert cells == ["0", "6", "28"]
-
-
 def test_the_digest_changes_with_the_content_and_how_it_is_read(write_rows: WriteRows) -> None:
     path = write_rows("a.csv", ROWS)
     digest = read_file(path).digest
     assert digest == read_file(write_rows("elsewhere.csv", ROWS)).digest
     assert digest != read_file(path, quoting="none").digest
     assert digest != read_file(write_rows("b.csv", ROWS[:-1])).digest
-
-
-def test_text_without_its_type_in_parquet(tmp_path: Path) -> None:
-    """As older Spark writes it."""
-    path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["好".encode(), b"x"]}), path)
-    assert read_file(str(path)).rows.to_dict() == {"text": ["好", "x"]}
 
 
 def test_a_folder_is_read_again_when_its_content_changes(tmp_path: Path) -> None:
