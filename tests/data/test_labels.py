@@ -169,7 +169,7 @@ def test_a_label_that_cannot_be_meant_names_file_and_row(
 def test_columns_that_are_missing() -> None:
     other = Table.of(datasets.Dataset.from_dict({"text": ["a"], "y": ["b"]}), "v.csv", "d")
     require = partial(require_columns, other, setting="label_column", usual=("label",))
-    refusal(require, None, excluded=["text"], match="name one of y with --label_column")
+    refusal(require, None, match="name one of text, y with --label_column")
     refusal(require, "z", match=r"no column 'z'")
     refusal(labels_of(["a", "b"]).encode, other, match=r"v\.csv has no column 'label'")
 

@@ -29,18 +29,13 @@ def find_columns(
 
 
 def require_columns(
-    table: Table,
-    value: str | None,
-    setting: str,
-    usual: tuple[str, ...],
-    excluded: Iterable[str] = (),
+    table: Table, value: str | None, setting: str, usual: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """As `find_columns`. Raises UserError for none, which names the columns but the `excluded`."""
+    """As `find_columns`. Raises UserError for none, too."""
     columns = find_columns(table, value, setting, usual)
-    if columns:
-        return columns
-    others = [name for name in table.rows.column_names if name not in excluded]
-    raise _ambiguous(table, setting, others)
+    if not columns:
+        raise unclear_column(table, setting, table.rows.column_names)
+    return columns
 
 
 def find_texts(
@@ -65,7 +60,7 @@ def _only_texts(table: Table, excluded: set[str | None]) -> str:
     others = [name for name in table.rows.column_names if name not in excluded]
     texts = [name for name in others if _contains_text(table, name)]
     if len(texts) != 1:
-        raise _ambiguous(table, "text_column", texts or others)
+        raise unclear_column(table, "text_column", texts or others)
     if len(table.rows.column_names) == 1 and re.search(r"[;|\t]", texts[0]):
         raise UserError(
             f"{table.name} has one column, {texts[0][:60]!r}: pass its --delimiter, or "
@@ -83,7 +78,7 @@ def _contains_text(table: Table, column: str) -> bool:
     return not all(_NUMBER.fullmatch(str(cell or "")) for cell in cells)
 
 
-def _ambiguous(table: Table, setting: str, names: list[str]) -> UserError:
+def unclear_column(table: Table, setting: str, names: list[str]) -> UserError:
     """The error if it is unclear which column a setting means, and what to pass."""
     remedy = "there is no other than the text (is the --delimiter right?)"
     if names:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from toolkit.data.columns import find_columns, find_texts, require_columns
+from toolkit.data.columns import find_columns, find_texts, unclear_column
 from toolkit.data.table import Table
 from toolkit.data.targets import Targets, targets_of
 from toolkit.data.tokenizer import separator_of
@@ -33,19 +33,12 @@ class Samples:
         return Samples(self.table.select(places), self.targets[places], self.hashes[places])
 
 
-class Selection(NamedTuple):
-    """The samples of each split."""
-
-    splits: dict[str, Samples]
-    targets: Targets
-    notes: list[str]
-    """Lines for the user."""
-
-
-def select_samples(settings: Any, tokenizer: Any, tables: Mapping[str, Table]) -> Selection:
-    """Finds the columns and the targets in the training table, and selects the rows of all splits.
-    Raises UserError naming rows without a text or a target, unless `--drop_empty_text` allows
-    them."""
+def select_samples(
+    settings: Any, tokenizer: Any, tables: Mapping[str, Table]
+) -> tuple[dict[str, Samples], Targets, list[str]]:
+    """(The samples of each split, the targets, lines for the user.) Finds the columns and the
+    targets in the training table, and selects the rows of all splits. Raises UserError naming rows
+    without a text or a target, unless `--drop_empty_text` allows them."""
     drop_empty = settings.data.drop_empty_text
     texts, predicted = _find_columns(settings, tables["train"])
     separator = separator_of(tokenizer)
@@ -84,7 +77,7 @@ def select_samples(settings: Any, tokenizer: Any, tables: Mapping[str, Table]) -
         notes.append(_hold_out(splits, targets, settings))
     notes.extend(_limit(splits, settings))
     notes.extend(_overlaps(splits))
-    return Selection(splits, targets, notes)
+    return splits, targets, notes
 
 
 def data_seed(settings: Any) -> int:
@@ -105,7 +98,8 @@ def _find_columns(settings: Any, train: Table) -> tuple[tuple[str, ...], tuple[s
     texts = find_texts(train, data.text_column, getattr(data, "text_pair", None), predicted)
     read = [name for column in texts for name in train.columns_of(column)]
     if setting is not None and not predicted:
-        predicted = require_columns(train, None, setting, (), read)
+        others = [name for name in train.rows.column_names if name not in read]
+        raise unclear_column(train, setting, others)
     both = sorted(set(read).intersection(predicted))
     if both:
         raise UserError(
