@@ -1,5 +1,8 @@
 """Imbalanced classes: their rows, their weights in the loss and how often their rows are
-sampled."""
+sampled.
+
+Each way is one setting, and each adds to the notes what it does: `--class_weights` and
+`--pos_weight` change what a sample weighs, `--sampling` which rows an epoch has."""
 
 from __future__ import annotations
 

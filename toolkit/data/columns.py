@@ -1,4 +1,7 @@
-"""Which columns of a table hold the texts, and which what is to be predicted."""
+"""Which columns of a table hold the texts, and which what is to be predicted.
+
+A setting names them, several as `a,b`; else one with a usual name is taken, or the only one that
+holds texts. Where several are possible, the user has to choose."""
 
 from __future__ import annotations
 

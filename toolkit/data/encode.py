@@ -1,4 +1,6 @@
-"""Texts -> tokens."""
+"""Texts -> tokens, a block of texts at a time, by threads.
+
+The tokens are those that `tokenizer(texts, truncation="longest_first", max_length=...)` returns."""
 
 from __future__ import annotations
 

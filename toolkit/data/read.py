@@ -1,4 +1,7 @@
-"""Files, hub data sets and demos -> tables."""
+"""Files, hub data sets and demos -> tables.
+
+A file is parsed when its rows are first used, in blocks, into one Arrow file of the cache: a run
+whose tokens are cached reads no rows, and no file has to fit into memory (but one of `.json`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Tables -> the rows of each split that take part, checked before any is tokenized."""
+"""Tables -> the rows of each split that take part, checked before any is tokenized.
+
+1. The columns of texts and targets, found in the training table.
+2. Rows without a text or a target are an error, or left out.
+3. Without validation rows a part of the training rows is held out; limits, for quick tests.
+4. Notes on texts that are in the training data and in another split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A table: rows of files or of a data set, or some of them; their columns, cells and texts."""
+"""A table: rows of files or of a data set, or some of them; their columns, cells and texts.
+
+Rows keep their number in the source, which is the id of their sample in batches, predictions and
+messages."""
 
 from __future__ import annotations
 

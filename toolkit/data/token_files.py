@@ -1,4 +1,7 @@
-"""A split on disk: its tokens and texts, appended as they come, and memory-mapped later."""
+"""A split on disk: its tokens and texts, appended as they come, and memory-mapped later.
+
+SPLIT/input_ids.npy  offsets.npy  rows.npy  labels.npy   (token_types.npy of pairs)
+SPLIT/texts.jsonl    of evaluated splits, for reports"""
 
 from __future__ import annotations
 

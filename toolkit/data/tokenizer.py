@@ -1,4 +1,6 @@
-"""The tokenizer of a model: loads it, identifies it, and compares it with the model."""
+"""The tokenizer of a model: loads it, identifies it, and compares it with the model.
+
+What differs between models (padding side, token types, positions) is decided here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The tokens of a split on disk: one flat array, memory-mapped, so that ranks share its pages."""
+"""The tokens of a split: one flat array, memory-mapped, so that ranks share its pages.
+
+A sample is a slice of it: nothing is parsed or copied until its batch is made."""
 
 from __future__ import annotations
 
