@@ -210,7 +210,7 @@ def load(run: Path, options: Namespace) -> tuple[Any, Any, list[dict[str, Any]]]
         AutoTokenizer,
     )
 
-    from toolkit.data.tokens import load_split
+    from toolkit.data.token_files import load_split
     from toolkit.demo import model_path
     from toolkit.utils.cache import cache_folder
 

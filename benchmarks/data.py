@@ -28,11 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from machine import processor, write_page
 
 from toolkit.config import ModelSettings
-from toolkit.data.batches import Collator, GlobalBatches, micro_batches
-from toolkit.data.encode import append_to_npy
+from toolkit.data.batches import Collator, epoch_order, micro_batches
 from toolkit.data.read import read_demo
+from toolkit.data.token_files import append_to_npy, load_split
 from toolkit.data.tokenizer import load_tokenizer
-from toolkit.data.tokens import load_split
 from toolkit.demo import model_path
 
 MODEL = "demo:minilm"
@@ -94,11 +93,12 @@ def steps(folder: Path) -> dict[str, float]:
     tokenizer = load_tokenizer(ModelSettings(model_name_or_path=MODEL))
     before, started, computed = resident(), time.perf_counter(), time.process_time()
     split = load_split(folder, "train")
-    batches = GlobalBatches(split.lengths, BATCH, seed=1, epoch=0)
+    order = epoch_order(split.lengths, BATCH, seed=1, epoch=0)
     collate, ready = Collator(split, tokenizer, torch.device("cpu")), time.perf_counter()
     computed = time.process_time() - computed
-    for indices in itertools.islice(itertools.cycle(batches), STEPS):
-        for mine in micro_batches(split, indices, BATCH, 0, 1):
+    starts = itertools.cycle(range(0, len(order), BATCH))
+    for start in itertools.islice(starts, STEPS):
+        for mine in micro_batches(split, order[start : start + BATCH], BATCH, 0, 1):
             collate(mine)
     done = time.perf_counter()
     anonymous, mapped = (now - then for now, then in zip(resident(), before, strict=True))

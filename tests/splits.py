@@ -1,9 +1,11 @@
-"""Splits that have nothing but lengths."""
+"""Splits that have nothing but lengths, and their global batches."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from toolkit.data.batches import epoch_order
 from toolkit.data.tokens import LengthBuckets, Split
 
 
@@ -14,3 +16,9 @@ def of_lengths(lengths: np.ndarray, buckets: LengthBuckets | None = None) -> Spl
     return Split(
         "train", Path(), tokens, offsets, np.zeros(len(lengths), np.int64), rows, buckets=buckets
     )
+
+
+def global_batches(lengths: np.ndarray, size: int, *order: Any) -> list[np.ndarray]:
+    """`order`: seed, epoch, and what follows in `epoch_order`."""
+    samples = epoch_order(lengths, size, *order)
+    return [samples[start : start + size] for start in range(0, len(samples), size)]

@@ -17,8 +17,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from tests import inputs
 from tests.matrix import LONG, SPARSE, runs, words_of
 from tests.runs import assert_same_run, lines_of, losses_of, slow_but, start
-from tests.splits import of_lengths
-from toolkit.data.batches import GlobalBatches, micro_batches
+from tests.splits import global_batches, of_lengths
+from toolkit.data.batches import micro_batches
 
 STEPS, STOPPED, FIRST = 4, 2, 64
 SEED = 42
@@ -66,7 +66,7 @@ def test_the_references_could_differ() -> None:
     assert max(abs(one - other) / other for one, other in pairs) > 1e-4
     # and steps of `long by tokens` have different numbers of micro-batches
     lengths = lengths_of(most=704)
-    order = list(GlobalBatches(lengths, 12, SEED, epoch=0))
+    order = global_batches(lengths, 12, SEED, 0)
     for world in (1, 2):
         assert (
             len(
@@ -158,9 +158,9 @@ def test_short_texts_before_long_ones() -> None:
     labels = torch.tensor((table["label"] == "pos").to_numpy(), dtype=torch.long)
     still_losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none").numpy()
     lengths = lengths_of(most=4096)
-    order = GlobalBatches(lengths, 12, SEED, epoch=0)
+    order = global_batches(lengths, 12, SEED, 0)
     # and long ones in later steps
-    assert any((lengths[batch] <= 704).any() for batch in [*order][:-1])
+    assert any((lengths[batch] <= 704).any() for batch in order[:-1])
     assert len(order) == STEPS
     assert losses_of(run) == pytest.approx(
         [still_losses[batch].mean() for batch in order], rel=1e-5

@@ -47,32 +47,22 @@ def test_pairs_are_tokenized_together(
     data = prepared(ROWS, text_pair="answer", tokenizer=tokenizer, max_length=24)
     split = data.validation
     batch = Collator(split, tokenizer, torch.device("cpu"))(np.arange(4))
-    theirs = tokenizer(
-        QUESTIONS,
-        ANSWERS,
-        truncation="longest_first",
-        max_length=24,
-        padding=True,
-        return_tensors="pt",
-    )
+    cut = {"truncation": "longest_first", "max_length": 24}
+    theirs = tokenizer(QUESTIONS, ANSWERS, padding=True, return_tensors="pt", **cut)
     assert ("token_type_ids" in batch.inputs) == (kind is not as_roberta)
     torch.testing.assert_close(batch.inputs, dict(theirs))
     assert any("50.0 % of the texts are cut at 24 tokens" in note for note in data.notes)
     assert split.texts()[3] == "the price\ngood"
-    shorter = Collator(
-        truncate_split(split, tokenizer, 12, "test_first_12"), tokenizer, torch.device("cpu")
-    )(np.array([2]))
     expected = tokenizer(QUESTIONS[2], ANSWERS[2], truncation=True, max_length=12).input_ids
-    assert shorter.inputs["input_ids"].tolist() == [expected]
+    assert truncate_split(split, tokenizer, 12, "first_12").tokens(2).tolist() == expected
 
 
 def test_the_pair_is_in_the_data_and_in_their_digest(
     prepared: Callable[..., Any], tokenizer: Any
 ) -> None:
     data, alone = prepared(ROWS, text_pair="answer"), prepared(ROWS)
-    without_types = prepared(
-        ROWS, text_pair="answer", tokenizer=as_roberta(copy.deepcopy(tokenizer))
-    )
+    roberta = as_roberta(copy.deepcopy(tokenizer))
+    without_types = prepared(ROWS, text_pair="answer", tokenizer=roberta)
     assert len({data.digest, alone.digest, without_types.digest}) == 3
     assert without_types.train.token_types is None
     assert (data.text_pair, data.facts["text_pair"]) == ("answer", "answer")
@@ -80,37 +70,22 @@ def test_the_pair_is_in_the_data_and_in_their_digest(
     assert data.train.token_types.max() == 1
     assert alone.train.token_types is None
     assert data.validation.texts()[0] == "good film\n很好 的 书店"
-    left_out = prepared(
-        [{**ROWS[0], "answer": ""}, *ROWS], text_pair="answer", drop_empty_text=True
-    )
+    rows = [{**ROWS[0], "answer": ""}, *ROWS]
+    left_out = prepared(rows, text_pair="answer", drop_empty_text=True)
     assert left_out.train.rows.tolist() == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
-    ("rows", "given", "said"),
+    ("given", "said"),
     [
-        (
-            ROWS,
-            {"text_pair": "anwser"},
-            r"has no column 'anwser' \(did you mean answer\?\).*--text_pair",
-        ),
-        (ROWS, {"text_pair": "question"}, "--text_pair question is the first text's column too"),
-        (
-            [*ROWS, {**ROWS[0], "answer": " "}],
-            {"text_pair": "answer"},
-            r"'answer' is empty in 1 of 5 rows \(rows 5\)",
-        ),
-        (
-            ROWS,
-            {"text_pair": "answer", "max_length": 3},
-            "--max_length 3 leaves no token for the text",
-        ),
+        ({"text_pair": "anwser"}, r"no column 'anwser' \(did you mean answer\?\).*--text_pair"),
+        ({"text_pair": "question"}, "--text_pair question is the first text's column too"),
+        ({"text_pair": "answer"}, r"'answer' is empty in 1 of 5 rows \(rows 5\)"),
+        ({"text_pair": "answer", "max_length": 3}, "--max_length 3 leaves no token for the text"),
     ],
 )
-def test_faults_of_pairs(
-    prepared: Callable[..., Any], rows: Any, given: dict[str, Any], said: str
-) -> None:
-    refusal(prepared, rows, **given, match=said)
+def test_faults_of_pairs(prepared: Callable[..., Any], given: dict[str, Any], said: str) -> None:
+    refusal(prepared, [*ROWS, {**ROWS[0], "answer": " "}], **given, match=said)
 
 
 def test_a_model_of_one_type(

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from tests.architectures import make_tokenizer
 from tests.faults import refusal
 from toolkit.config import PretrainedSettings
-from toolkit.data import encode, tokens
+from toolkit.data import encode, token_files
 from toolkit.data import tokenizer as tokenizers
 
 TEXTS = ["good film", "", "很好 的 书店", "the " * 50, "a"]
@@ -26,56 +26,44 @@ def config(
 
 
 def test_a_split_comes_back_as_it_was_saved(tokenizer: Any, tmp_path: Path) -> None:
-    before, labels, rows = (
-        tokenizer.backend_tokenizer.to_str(),
-        np.array([0, 1, 0, 1, 0]),
-        np.array([0, 2, 3, 4, 9]),
-    )
+    before = tokenizer.backend_tokenizer.to_str()
+    labels, rows = np.array([0, 1, 0, 1, 0]), np.array([0, 2, 3, 4, 9])
     lines = ["a\nb", "", "很好", '"', "\u2028"]
     (folder := tmp_path / "train").mkdir()
-    blocks = encode.encode_blocks(tokenizer, [(TEXTS[:2], None), (TEXTS[2:], None)], 20, 5)
-    counts = encode.save_tokens(folder, blocks, unknown=1)
-    arrays = encode.encode_texts(tokenizer, TEXTS, 20)
-    assert (
-        tokenizer.backend_tokenizer.to_str() == before
-    )  # saved with the model, whether or not this made the tokens
-    assert counts == encode.Counts(
-        1, int((arrays["input_ids"] == 1).sum()), len(arrays["input_ids"])
-    )
+    blocks = encode.encode_blocks(tokenizer, [[TEXTS[:2]], [TEXTS[2:]]], 20, 5)
+    counts = token_files.save_tokens(folder, blocks, unknown=1)
+    arrays = encode.encode_texts(tokenizer, [TEXTS], 20)
+    # saved with the model, whether or not this made the tokens
+    assert tokenizer.backend_tokenizer.to_str() == before
+    ids = arrays["input_ids"]
+    assert counts == token_files.Counts(1, int((ids == 1).sum()), len(ids))
     for name, array in arrays.items():  # appended, and as numpy writes it whole
         np.save(tmp_path / "whole.npy", array)
         assert (folder / f"{name}.npy").read_bytes() == (tmp_path / "whole.npy").read_bytes()
     np.save(folder / "labels.npy", labels)
     np.save(folder / "rows.npy", rows)
-    list(encode.save_texts(folder / "texts.jsonl", [(lines[:2], None), (lines[2:], None)]))
-    split = tokens.load_split(tmp_path, "train")
-    assert len(split) == 5
+    list(token_files.save_texts(folder / "texts.jsonl", [[lines[:2]], [lines[2:]]]))
+    split = token_files.load_split(tmp_path, "train")
     theirs = tokenizer(TEXTS, truncation=True, max_length=20)["input_ids"]
     assert [split.tokens(place).tolist() for place in range(5)] == theirs
     assert (split.input_ids.dtype, split.offsets.dtype) == (np.int32, np.int64)
-    assert split.lengths.tolist() == [len(split.tokens(place)) for place in range(5)]
+    assert split.lengths.tolist() == list(map(len, theirs))
     assert (split.labels.tolist(), split.rows.tolist()) == (labels.tolist(), rows.tolist())
     assert split.texts() == lines
-    list(encode.save_texts(folder / "texts.jsonl", [(["a\nb"], ["c\nd"])]))
+    list(token_files.save_texts(folder / "texts.jsonl", [[["a\nb"], ["c\nd"]]]))
     assert split.texts() == ["a b\nc\nd"]  # the first line is the pair's first text
     assert isinstance(split.input_ids, np.memmap)
 
 
 def test_only_the_beginning_of_a_very_long_text_is_tokenized(tokenizer: Any) -> None:
     """Whole where its words might be others than those of the beginning: one endless word, and blanks."""
-    texts = [
-        "good film, 很好[SEP] " * 40,
-        "word " + "x" * 900,
-        " " * 900 + TEXTS[3],
-        "good film " * 50,
-    ]
+    long = "good film, 很好[SEP] " * 40
+    texts = [long, "word " + "x" * 900, " " * 900 + TEXTS[3], "good film " * 50]
     theirs = tokenizer(texts, truncation=True, max_length=9)["input_ids"]
-    ours = encode.encode_texts(tokenizer, texts, 9)
+    ours = encode.encode_texts(tokenizer, [texts], 9)
     assert [part.tolist() for part in np.split(ours["input_ids"], ours["offsets"][1:-1])] == theirs
-    assert [len(text) for text in encode.cut_long_texts(tokenizer, texts, 9)] == [
-        144,
-        *map(len, texts[1:]),
-    ]
+    lengths = [len(text) for text in encode.cut_long_texts(tokenizer, texts, 9)]
+    assert lengths == [144, *map(len, texts[1:])]
 
 
 def test_padding_does_not_shift_the_positions_of_a_bert(tiny_model: Path, tmp_path: Path) -> None:
@@ -105,10 +93,8 @@ def test_the_fingerprint_changes_with_the_tokens_and_not_with_use(
 
         after.backend_tokenizer.normalizer = NFC()
     texts = ["hello GOOD film and very bad book"]  # 14 tokens, cut at 9
-    first, second = (
-        encode.encode_texts(side, texts, 9)["input_ids"].tolist() for side in (before, after)
-    )
-    assert first != second
+    ids = [encode.encode_texts(each, [texts], 9)["input_ids"].tolist() for each in (before, after)]
+    assert ids[0] != ids[1]
     assert fresh == tokenizers.fingerprint(before) != tokenizers.fingerprint(after)
 
 
@@ -118,12 +104,9 @@ def test_the_fingerprint_changes_with_the_tokens_and_not_with_use(
         (None, 131, config(), 131),
         (None, 10**30, config(), 512),  # a tokenizer without a limit
         (None, 10**30, config(positions=None), 512),
-        (None, 512, config("roberta", 514, 1), 512),
-        (None, 10**30, config("roberta", 514, 1), 512),
         (None, 10**30, config("xlm-roberta", 514, 1), 512),
         (None, 10**30, config("camembert", 514, 1), 512),
         (None, 512, config("big_bird", 4096), 512),
-        (64, 131, config(), 64),
         (512, 131, config(), 512),  # more than the tokenizer's own limit, not more than the model's
         (5000, 10**30, config(positions=-1), 5000),  # relative positions
     ],
@@ -135,10 +118,5 @@ def test_choose_max_length(
     assert tokenizers.choose_max_length(wanted, tokenizer, model) == chosen
     if wanted is None and chosen == 512:
         longest = config() if model.max_position_embeddings != 514 else model
-        refusal(
-            tokenizers.choose_max_length,
-            513,
-            tokenizer,
-            longest,
-            match="--max_length 513: the model has 512",
-        )
+        says = ["--max_length 513: the model has 512"]
+        refusal(tokenizers.choose_max_length, 513, tokenizer, longest, says=says)

@@ -33,7 +33,7 @@ def test_processes_share_tokens_which_are_then_removed(
     saved.accelerator = SimpleNamespace(num_processes=2, is_local_main_process=True)
     saved.max_length = 20
     splits = [saved.tokenize([TEXTS], "the file") for _ in range(2)]
-    expected = encode_texts(saved.tokenizer, TEXTS, 20)["input_ids"].tolist()
+    expected = encode_texts(saved.tokenizer, [TEXTS], 20)["input_ids"].tolist()
     for split in splits:
         assert split.folder == splits[0].folder
         assert split.input_ids.tolist() == expected

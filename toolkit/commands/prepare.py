@@ -33,7 +33,7 @@ def run(arguments: list[str]) -> None:
     for name, split in data.splits.items():
         lengths = split.lengths
         print(f"{name}: {len(split)} samples, {lengths.sum()} tokens, longest {lengths.max()}")
-    for note in filter(None, (*data.notes, data.advice)):
+    for note in data.notes:
         print(note)
     print(data.targets.describe())
     print(f"cached in {data.folder}")

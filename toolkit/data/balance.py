@@ -1,5 +1,8 @@
 """Imbalanced classes: their rows, their weights in the loss and how often their rows are
-sampled."""
+sampled.
+
+Each way is one setting, and each adds to the notes what it does: `--class_weights` and
+`--pos_weight` change what a sample weighs, `--sampling` which rows an epoch has."""
 
 from __future__ import annotations
 
@@ -11,21 +14,29 @@ import numpy as np
 import torch
 
 from toolkit.config import ObjectiveSettings
-from toolkit.data.labels import MULTI, REGRESSION, Labels
+from toolkit.data.labels import MULTI, REGRESSION, SINGLE, Labels
 from toolkit.data.tokens import Split
-from toolkit.errors import Faults, did_you_mean, listing
+from toolkit.errors import UserError, did_you_mean, listing
 
 if TYPE_CHECKING:
     from toolkit.data.prepare import Data
 
 _IMBALANCE = 3.0
 _RARE_SHARE = 0.1
-_MAX_LISTED = 8
+_UNSUPPORTED = {
+    SINGLE: {"pos_weight": "use --class_weights"},
+    MULTI: {
+        "class_weights": "use --pos_weight, the weight of positive labels",
+        "sampling": "a row has several classes; use --pos_weight",
+    },
+    REGRESSION: dict.fromkeys(("class_weights", "pos_weight", "sampling"), "it is for classes"),
+}
+"""Settings, and why they do not fit this kind of labels."""
 
 
 def weigh_classes(data: Data, objective: ObjectiveSettings, device: torch.device) -> Data:
     """The data with the weights and the sampling of classes that the settings ask for, and notes on
-    them. Raises UserError naming every setting that does not apply to this kind of labels."""
+    them. Raises UserError for a setting that does not fit this kind of labels."""
     labels = data.labels
     _check_objective(labels, objective)
     if labels.problem_type == REGRESSION:
@@ -34,11 +45,11 @@ def weigh_classes(data: Data, objective: ObjectiveSettings, device: torch.device
     notes = [*data.notes, *_notes_on_classes(data.splits, labels, counts)]
     splits: dict[str, Any] = data.splits
     pos_weight = None
-    advice = ""
     if objective.class_weights:
         weights = _class_weights(objective.class_weights, counts, labels.names)
+        in_fp32 = weights.astype(np.float32)
         for name, split in data.splits.items():
-            splits[name] = replace(split, weights=weights.astype(np.float32)[split.labels])
+            splits[name] = replace(split, weights=in_fp32[split.labels])
         line = _listed(labels, counts, weights, "{:.3g}")
         notes.append(f"class weights of the loss (--class_weights): {line}")
     if objective.pos_weight:
@@ -54,15 +65,15 @@ def weigh_classes(data: Data, objective: ObjectiveSettings, device: torch.device
         notes.append(f"classes of an epoch's rows, in % (--sampling): {line}")
     compensations = (objective.class_weights, objective.pos_weight, objective.sampling)
     if not any(compensations) and objective.loss != "focal":
-        advice = _advice(counts, len(data.train), labels)
-    return replace(data, **splits, pos_weight=pos_weight, notes=tuple(notes), advice=advice)
+        notes.extend(_advice(counts, len(data.train), labels))
+    return replace(data, **splits, pos_weight=pos_weight, notes=tuple(notes))
 
 
 def _notes_on_classes(
     splits: Mapping[str, Split], labels: Labels, counts: np.ndarray
 ) -> Iterator[str]:
+    """How many rows each class has, and which classes an evaluated split lacks."""
     yield f"rows of each class in train: {_listed(labels, counts, counts, '{:d}')}"
-    yield from similar_names(labels.names)
     for name, split in splits.items():
         missing = np.flatnonzero(_class_counts(labels, split) == 0)
         if name != "train" and len(missing):
@@ -71,25 +82,14 @@ def _notes_on_classes(
 
 
 def _check_objective(labels: Labels, objective: ObjectiveSettings) -> None:
-    faults = Faults()
-    unsupported = {"pos_weight": "use --class_weights"}
-    if labels.problem_type == REGRESSION:
-        unsupported = dict.fromkeys(
-            ("class_weights", "pos_weight", "sampling"), "it is for classes"
-        )
-        if objective.loss != "cross_entropy":
-            faults.add(f"--loss {objective.loss} is for classes, and this is regression")
-    elif labels.problem_type == MULTI:
-        unsupported = {
-            "class_weights": "use --pos_weight, the weight of positive labels",
-            "sampling": "a row has several classes; use --pos_weight",
-        }
+    """Raises UserError for a setting that does not fit this kind of labels."""
     kind = labels.problem_type.replace("_", " ")
-    for name, why in unsupported.items():
+    for name, why in _UNSUPPORTED[labels.problem_type].items():
         value = getattr(objective, name)
         if value:
-            faults.add(f"--{name} {value} does not fit {kind}: {why}")
-    faults.raise_if_any()
+            raise UserError(f"--{name} {value} does not fit {kind}: {why}")
+    if labels.problem_type == REGRESSION and objective.loss != "cross_entropy":
+        raise UserError(f"--loss {objective.loss} does not fit {kind}: it is for classes")
 
 
 def _class_counts(labels: Labels, split: Split) -> np.ndarray:
@@ -107,7 +107,8 @@ def _positive_weights(
         return _weights_by_name("pos_weight", setting, names)
     # a label of every row would weigh 0, and not be trained at all
     varies = (counts > 0) & (counts < rows)
-    return np.where(varies, (rows - counts) / np.maximum(counts, 1), 1)
+    balanced = (rows - counts) / np.maximum(counts, 1)
+    return np.where(varies, balanced, 1)
 
 
 def _class_weights(setting: str, counts: np.ndarray, names: Sequence[str]) -> np.ndarray:
@@ -115,7 +116,8 @@ def _class_weights(setting: str, counts: np.ndarray, names: Sequence[str]) -> np
     if setting != "balanced":
         return _weights_by_name("class_weights", setting, names)
     present = counts > 0
-    return np.where(present, counts.sum() / (present.sum() * np.maximum(counts, 1)), 1)
+    balanced = counts.sum() / (present.sum() * np.maximum(counts, 1))
+    return np.where(present, balanced, 1)
 
 
 def _sampling_shares(setting: str, counts: np.ndarray) -> np.ndarray:
@@ -129,66 +131,46 @@ def _sampling_shares(setting: str, counts: np.ndarray) -> np.ndarray:
 def _weights_by_name(setting: str, text: str, names: Sequence[str]) -> np.ndarray:
     """`A=2.0,B=1.0` -> (classes,) float64; a class without a weight has 1."""
     weights = dict.fromkeys(names, 1.0)
-    faults = Faults()
     for part in text.split(","):
         name, _, number = (word.strip() for word in part.rpartition("="))
-        try:
-            weight = float(number)
-        except ValueError:
-            weight = np.nan
         where = f"--{setting} {part.strip()}"
         if name not in weights:
             hint = did_you_mean(name, names)
-            faults.add(f"{where}: there is no class {name!r}{hint}: there are {listing(names)}")
-        elif not 0 < weight < np.inf:
-            faults.add(f"{where}: write balanced, or a number above 0 for each class, {names[0]}=2")
-        weights[name] = weight
-    faults.raise_if_any()
+            raise UserError(
+                f"{where}: there is no class {name!r}{hint}: there are {listing(names)}"
+            )
+        try:
+            weights[name] = float(number)
+        except ValueError:
+            weights[name] = np.nan
+        if not 0 < weights[name] < np.inf:
+            raise UserError(f"{where}: write balanced, or a number above 0 for each class")
     return np.array(list(weights.values()))
 
 
 def _listed(labels: Labels, counts: np.ndarray, numbers: np.ndarray, written: str) -> str:
-    """The number of each class, of at most eight: those with the most rows and those with the
-    fewest."""
+    """The number of each class, of at most ten: those with the most rows."""
     order = np.argsort(-counts, kind="stable").tolist()
-    parts = [f"{labels.names[place]} {written.format(numbers[place])}" for place in order]
-    if len(parts) > _MAX_LISTED:
-        half = _MAX_LISTED // 2
-        parts = [*parts[:half], "...", *parts[-half:]]
-    return ", ".join(parts)
+    return listing(f"{labels.names[place]} {written.format(numbers[place])}" for place in order)
 
 
-def _advice(counts: np.ndarray, rows: int, labels: Labels) -> str:
+def _advice(counts: np.ndarray, rows: int, labels: Labels) -> Iterator[str]:
     """A line with settings that help, if the model may ignore the rarest class."""
     present = np.where(counts > 0, counts, rows)
     least = int(present.min())
     rarest = labels.names[int(present.argmin())]
     most = int(counts.max())
-    if labels.problem_type == MULTI:
-        if least >= _RARE_SHARE * rows:
-            return ""
+    often = labels.names[int(counts.argmax())]
+    if labels.problem_type == MULTI and least < _RARE_SHARE * rows:
         fault = f"the labels are imbalanced: {rarest} is in {100 * least / rows:.2g} % of the rows"
         remedy = "--pos_weight balanced makes"
-    else:
-        if most < _IMBALANCE * least:
-            return ""
-        often = labels.names[int(counts.argmax())]
-        fault = (
-            f"the classes are imbalanced: {often} has {most / least:.3g} times as many rows "
-            f"as {rarest}"
-        )
+    elif labels.problem_type == SINGLE and most >= _IMBALANCE * least:
+        times = f"{most / least:.3g} times as many rows as {rarest}"
+        fault = f"the classes are imbalanced: {often} has {times}"
         remedy = "--class_weights balanced, --sampling balanced or --loss focal make"
-    return (
+    else:
+        return
+    yield (
         f"{fault}; {remedy} the rare ones count, and f1_macro shows them "
         "(docs/fine-tuning-craft.md)"
     )
-
-
-def similar_names(names: Sequence[str]) -> list[str]:
-    """A note on classes whose names differ in case and blanks only."""
-    alike: dict[str, list[str]] = {}
-    for name in names:
-        alike.setdefault("".join(name.split()).casefold(), []).append(repr(name))
-    groups = [" and ".join(group) for group in alike.values() if len(group) > 1]
-    remedy = "if they are one, write it in one way"
-    return [f"classes with almost the same name: {listing(groups)}; {remedy}"] if groups else []

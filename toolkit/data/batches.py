@@ -1,7 +1,7 @@
 """Sampling and collating: an epoch's samples -> global batches -> each rank's micro-batches ->
 tensors.
 
-1. `GlobalBatches`: the samples of each optimizer step, from the seed, the epoch and the lengths of
+1. `epoch_order`: the samples of each optimizer step, from the seed, the epoch and the lengths of
    the texts only.
 2. `micro_batches`: a global batch, or the split of an evaluation, divided among ranks. The world
    size does not change the sum of the losses.
@@ -11,7 +11,7 @@ tensors.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from toolkit.data.tokens import LengthBuckets, Split
-from toolkit.errors import UserError
 
 _WINDOW_BATCHES = 50
 """Samples are sorted by length within windows of this many global batches, as in transformers'
@@ -43,7 +42,7 @@ class Inputs(dict[str, torch.Tensor]):
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch on its device; padding samples have id -1, and in training weight 0."""
+    """One micro-batch on its device; padding samples have id -1 and weight 0."""
 
     inputs: dict[str, torch.Tensor]
     """(B, S) int64: `input_ids`; `attention_mask` if anything is padded (`Inputs`);
@@ -51,7 +50,7 @@ class Batch:
     labels: torch.Tensor
     """(B,) int64, (B, classes) float32 or (B,) float32; of tokens (B, T) int64."""
     weights: torch.Tensor
-    """(B,) float32: `Split.weights`, or 1; in training 0 for padding samples."""
+    """(B,) float32: `Split.weights`, or 1; 0 for padding samples."""
     ids: torch.Tensor
     """(B,) int64: rows in the source."""
     samples: int
@@ -65,59 +64,35 @@ class Batch:
     B or more for padding; None: row i is sample i."""
 
 
-class GlobalBatches(Sequence[np.ndarray]):
-    """Sample indices of each global batch of an epoch: every sample once, or as many draws with
-    replacement by `probabilities` (samples,). The last batch may be smaller. Batches are sorted
-    when they are indexed, so that an epoch of many samples starts immediately."""
-
-    def __init__(
-        self,
-        lengths: np.ndarray,
-        global_batch_size: int,
-        seed: int,
-        epoch: int,
-        group_by_length: bool = True,
-        probabilities: np.ndarray | None = None,
-    ) -> None:
-        generator = np.random.default_rng([seed, epoch])
-        count = len(lengths)
-        if probabilities is None:  # the order of `generator.permutation`, in half the memory
-            self._order: np.ndarray = np.arange(count, dtype=np.int32)
-            generator.shuffle(self._order)
-        else:
-            self._order = generator.choice(count, count, p=probabilities)
-        self._lengths = lengths
-        self._size = global_batch_size
-        self._by_length = group_by_length
-        full = count // global_batch_size
-        # smaller windows for small sets, or every epoch would be one sorted list
-        self._window = global_batch_size * max(1, min(full // 4, _WINDOW_BATCHES))
-        self._sorted: set[int] = set()
-        """The windows whose samples are sorted."""
-        self._places = np.arange(full)
-        """Of each batch but an incomplete last one, in the order of samples."""
-        if group_by_length:
-            self._places = generator.permutation(full)
-
-    def __len__(self) -> int:
-        return -(-len(self._order) // self._size)
-
-    def __getitem__(self, number: Any) -> Any:
-        if not 0 <= number < len(self):
-            raise IndexError(number)
-        place = number  # the incomplete batch stays last
-        if number < len(self._places):
-            place = int(self._places[number])
-        start = self._size * place
-        if self._by_length:
-            self._sort_window(start // self._window)
-        return self._order[start : start + self._size]
-
-    def _sort_window(self, number: int) -> None:
-        if number not in self._sorted:
-            window = self._order[number * self._window : (number + 1) * self._window]
-            window[:] = window[np.argsort(-self._lengths[window], kind="stable")]
-            self._sorted.add(number)
+def epoch_order(
+    lengths: np.ndarray,
+    global_batch_size: int,
+    seed: int,
+    epoch: int,
+    group_by_length: bool = True,
+    probabilities: np.ndarray | None = None,
+) -> np.ndarray:
+    """(samples,) sample indices: every sample once, or as many draws with replacement by
+    `probabilities` (samples,). Each `global_batch_size` of them are a global batch; the last may be
+    smaller."""
+    generator = np.random.default_rng([seed, epoch])
+    count = len(lengths)
+    if probabilities is None:  # the order of `generator.permutation`, in half the memory
+        order: np.ndarray = np.arange(count, dtype=np.int32)
+        generator.shuffle(order)
+    else:
+        order = generator.choice(count, count, p=probabilities)
+    if not group_by_length:
+        return order
+    full = count // global_batch_size
+    # smaller windows for small sets, or every epoch would be one sorted list
+    size = global_batch_size * max(1, min(full // 4, _WINDOW_BATCHES))
+    for start in range(0, count, size):
+        window = order[start : start + size]
+        window[:] = window[np.argsort(-lengths[window], kind="stable")]
+    batches = order[: full * global_batch_size].reshape(full, global_batch_size)
+    batches[:] = batches[generator.permutation(full)]  # an incomplete batch stays last
+    return order
 
 
 def micro_batches(
@@ -135,26 +110,10 @@ def micro_batches(
     length at the same time. A micro-batch is empty if there are fewer samples than ranks."""
     by_length = indices[np.argsort(-split.lengths[indices], kind="stable")]
     if max_tokens is None and split.buckets is None:
-        count = max(1, -(-len(indices) // (per_device * world)))
+        count = math.ceil(len(indices) / (per_device * world))
         return np.array_split(by_length, count * world)[rank::world]
     cut = _cut_by_length(by_length, split.lengths[by_length], per_device, max_tokens, split.buckets)
     return _halve_to_multiple(cut, split.lengths, world)[rank::world]
-
-
-def accumulation_of(
-    split: Split, samples: int, per_device: int, world: int, max_tokens: int | None
-) -> int:
-    """An upper bound of the micro-batches per rank of any `samples` texts of a split."""
-    if max_tokens is None and split.buckets is None:
-        return max(1, -(-samples // (per_device * world)))
-    longest = split.longest(samples)
-    if split.sampling_probabilities is not None:  # one text may be drawn repeatedly
-        longest = np.full_like(longest, longest[0])
-    most = len(_cut_by_length(longest, split.lengths[longest], per_device, max_tokens, None))
-    if split.buckets is not None:  # the last micro-batch of a bucket may not be full
-        lengths = np.flatnonzero(np.bincount(split.lengths))
-        most = min(len(longest), most + len(np.unique(split.buckets.of(lengths))) - 1)
-    return max(1, -(-most // world))
 
 
 def _cut_by_length(
@@ -171,9 +130,7 @@ def _cut_by_length(
     cut: list[np.ndarray] = []
     start = 0
     while start < len(by_length):
-        size = per_device
-        if max_tokens is not None:
-            size = min(size, max(1, max_tokens // _width(lengths[start])))
+        size = micro_batch_samples(int(lengths[start]), per_device, max_tokens)
         same_bucket = int(np.count_nonzero(bucket[start : start + size] == bucket[start]))
         cut.append(by_length[start : start + same_bucket])
         start += same_bucket
@@ -182,29 +139,30 @@ def _cut_by_length(
 
 def _halve_to_multiple(cut: list[np.ndarray], lengths: np.ndarray, world: int) -> list[np.ndarray]:
     """Halves the largest micro-batches until their number is a multiple of `world`."""
-    while len(cut) % world or not cut:
-        padded = [0]
+    while len(cut) % world:
+        padded = []
         for batch in cut:
-            divisible = len(batch) > 1
-            padded.append(len(batch) * _width(lengths[batch[0]]) if divisible else 0)
+            tokens = len(batch) * _round_up(int(lengths[batch[0]]))
+            is_divisible = len(batch) > 1
+            padded.append(tokens if is_divisible else 0)
         largest = int(np.argmax(padded))
-        if not padded[largest]:
-            cut.append(np.zeros(0, np.int64))  # fewer samples than ranks
+        if padded[largest]:
+            cut[largest : largest + 1] = np.array_split(cut[largest], 2)
         else:
-            cut[largest - 1 : largest] = np.array_split(cut[largest - 1], 2)
+            cut.append(np.zeros(0, np.int64))  # fewer samples than ranks
     return cut
 
 
-def _width(length: int) -> int:
-    return -(-int(length) // _GPU_MULTIPLE) * _GPU_MULTIPLE
+def micro_batch_samples(longest: int, per_device: int, max_tokens: int | None) -> int:
+    """The most samples of a micro-batch whose longest text has so many tokens."""
+    if max_tokens is None:
+        return per_device
+    return min(per_device, max(1, max_tokens // _round_up(longest)))
 
 
-def padded_width(length: int, longest: int, buckets: LengthBuckets | None) -> int:
-    """`_width`, but at most the longest text of the split (a model may have no more positions) and
-    of the bucket."""
-    if buckets is not None:
-        longest = min(longest, buckets.widest(length))
-    return min(_width(length), longest)
+def _round_up(length: int, multiple: int = _GPU_MULTIPLE) -> int:
+    """The next multiple."""
+    return -(-length // multiple) * multiple
 
 
 class Collator:
@@ -216,15 +174,13 @@ class Collator:
         self.pad_type = int(getattr(tokenizer, "pad_token_type_id", 0))
         self.left = tokenizer.padding_side == "left"
         self.longest = int(split.lengths.max(initial=0))
+        self.multiple = _GPU_MULTIPLE
+        if split.buckets is not None:  # padding must not reach the next bucket
+            self.multiple = math.gcd(_GPU_MULTIPLE, split.buckets.block)
         self.device = device
 
     def __call__(self, indices: np.ndarray) -> Batch:
-        """An empty micro-batch becomes one padding sample, so that every rank takes part in the
-        collectives."""
         split = self.split
-        is_empty = len(indices) == 0
-        if is_empty:
-            indices = np.zeros(1, np.int64)
         lengths = split.lengths[indices]
         types = split.token_types
         if types is not None:
@@ -232,20 +188,18 @@ class Collator:
         weights = np.ones(len(indices), np.float32)
         if split.weights is not None:
             weights = split.weights[indices]
-        batch = Batch(
+        columns = {}
+        for name, values in split.columns.items():
+            columns[name] = self.move(values[indices])
+        return Batch(
             inputs=self.inputs(split.gather(split.input_ids, indices), lengths, types),
             labels=self.move(split.labels[indices]),
             weights=self.move(weights),
             ids=self.move(split.rows[indices]),
             samples=len(indices),
             tokens=int(lengths.sum()),
-            columns={name: self.move(values[indices]) for name, values in split.columns.items()},
+            columns=columns,
         )
-        if not is_empty:
-            return batch
-        no_weights = torch.zeros_like(batch.weights)
-        no_ids = torch.full_like(batch.ids, -1)
-        return replace(batch, weights=no_weights, ids=no_ids, samples=0, tokens=0)
 
     def inputs(
         self, tokens: np.ndarray, lengths: np.ndarray, types: np.ndarray | None
@@ -255,7 +209,8 @@ class Collator:
         width = int(lengths.max())
         is_padded = lengths.min() < width
         if self.device.type == "cuda" and is_padded:  # a mask rules the flash kernel out
-            width = padded_width(width, self.longest, self.split.buckets)
+            # a model may have no more positions than the longest text
+            width = min(_round_up(width, self.multiple), self.longest)
         inputs = Inputs(input_ids=self.padded(tokens, lengths, width, self.pad_id, self.left))
         if is_padded:  # without padding attention needs no mask, and is faster
             ones = np.ones_like(tokens)
@@ -275,16 +230,6 @@ class Collator:
     def prepare_model(self, accelerator: Any, model: Any) -> None:
         """Adapts a model to these batches, before `accelerator.prepare`. Raises UserError for an
         unsupported model."""
-        buckets = LengthBuckets.of_model(getattr(model, "config", None))
-        if self.split.buckets and buckets and buckets != self.split.buckets:
-            why = (
-                "model.config has another block_size or num_random_blocks than when the "
-                "texts were loaded"
-            )
-            raise UserError(
-                f"{why}: pass --model_name_or_path OUT, of `toolkit to-bigbird BERT OUT "
-                "--block_size N`"
-            )
 
     def padded(
         self, values: np.ndarray, lengths: np.ndarray, width: int, filler: int, left: bool
@@ -305,6 +250,25 @@ class Collator:
         if self.device.type == "cuda":
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)
+
+
+def collate_padded(collate: Collator, indices: np.ndarray, size: int) -> Batch:
+    """A batch of `size` samples: after `indices` come padding samples, of weight 0 and id -1, so
+    that every rank takes part in the collectives."""
+    count = len(indices)
+    if count == size:
+        return collate(indices)
+    lengths = collate.split.lengths
+    filler = indices[-1] if count else lengths.argmin()
+    batch = collate(np.append(indices, np.full(size - count, filler)))
+    is_sample = torch.arange(size, device=batch.ids.device) < count
+    return replace(
+        batch,
+        ids=torch.where(is_sample, batch.ids, -1),
+        weights=batch.weights * is_sample,
+        samples=count,
+        tokens=int(lengths[indices].sum()),
+    )
 
 
 def collator_of(split: Split, tokenizer: Any, device: torch.device) -> Collator:

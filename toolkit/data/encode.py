@@ -1,22 +1,20 @@
-"""Texts -> tokens: in memory, or appended to files as they come."""
+"""Texts -> tokens, a block of texts at a time, by threads.
+
+The tokens are those that `tokenizer(texts, truncation="longest_first", max_length=...)` returns."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
-import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from toolkit.data.table import TextBlock
-from toolkit.data.tokens import Split, load_split, of_model, read_lines
-from toolkit.utils.cache import cached_folder
+from toolkit.data.tokens import Split
 from toolkit.utils.progress import Progress
 
 _BLOCK_TEXTS = 2000
@@ -58,8 +56,8 @@ def encode_blocks(
     done = 0
     with ThreadPoolExecutor(workers, "tokenize") as threads:
         pending = []
-        for texts, pairs in blocks:
-            pending.append(threads.submit(encode, tokenizer, max_length, texts, pairs))
+        for texts in blocks:
+            pending.append(threads.submit(encode, tokenizer, max_length, texts))
             if len(pending) > 3:
                 block = pending.pop(0).result()
                 yield block
@@ -70,40 +68,38 @@ def encode_blocks(
     bar.close()
 
 
-def _encode_fast(
-    tokenizer: Any, max_length: int, texts: Sequence[str], pairs: Sequence[str] | None
-) -> Block:
+def _encode_fast(tokenizer: Any, max_length: int, texts: TextBlock) -> Block:
     """By the tokenizer's backend: transformers' own call takes twice as long."""
+    inputs: Sequence[Any] = list(zip(*texts, strict=True))
+    if len(texts) == 1:
+        inputs = cut_long_texts(tokenizer, texts[0], max_length)
+    encodings = tokenizer.backend_tokenizer.encode_batch_fast(inputs)
     types = None
-    if pairs is None:
-        inputs = cut_long_texts(tokenizer, texts, max_length)
-        encodings = tokenizer.backend_tokenizer.encode_batch_fast(inputs)
-    else:
-        both = list(zip(texts, pairs, strict=True))
-        encodings = tokenizer.backend_tokenizer.encode_batch_fast(both)
-        if "token_type_ids" in tokenizer.model_input_names:
-            types = [each.type_ids for each in encodings]
+    if _has_types(tokenizer, texts):
+        types = [each.type_ids for each in encodings]
     truncated = sum(bool(each.overflowing) for each in encodings)
     return _block([each.ids for each in encodings], types, truncated)
 
 
-def _encode_slowly(
-    tokenizer: Any, max_length: int, texts: Sequence[str], pairs: Sequence[str] | None
-) -> Block:
+def _encode_slowly(tokenizer: Any, max_length: int, texts: TextBlock) -> Block:
     """A tokenizer written in Python."""
-    has_types = pairs is not None and "token_type_ids" in tokenizer.model_input_names
     batch = tokenizer(
-        texts,
-        text_pair=pairs,
+        *texts,
         truncation="longest_first",
         max_length=max_length,
         return_attention_mask=False,
-        return_token_type_ids=has_types,
+        return_token_type_ids=_has_types(tokenizer, texts),
     )
     return _block(batch["input_ids"], batch.get("token_type_ids"), 0)
 
 
+def _has_types(tokenizer: Any, texts: TextBlock) -> bool:
+    """Whether the tokenizer says which of two texts a token is of."""
+    return len(texts) > 1 and "token_type_ids" in tokenizer.model_input_names
+
+
 def _block(ids: list[list[int]], types: list[list[int]] | None, truncated: int) -> Block:
+    """Lists of each text's ids (and token types) -> flat arrays."""
     lengths = np.fromiter(map(len, ids), np.int64, len(ids))
     count = int(lengths.sum())
     flat_ids = np.fromiter(itertools.chain.from_iterable(ids), np.int32, count)
@@ -125,7 +121,8 @@ def cut_long_texts(tokenizer: Any, texts: Sequence[str], max_length: int) -> Seq
         return texts
     cut = list(texts)
     starts = [texts[place][: _CUT * max_length] for place in places]
-    for place, start, each in zip(places, starts, backend.encode_batch(starts), strict=True):
+    encodings = backend.encode_batch(starts)
+    for place, start, each in zip(places, starts, encodings, strict=True):
         overflowing = [each, *each.overflowing]
         last_word = max(filter(None, each.word_ids), default=0)
         end_word = max(filter(None, overflowing[-1].word_ids), default=0)
@@ -134,17 +131,12 @@ def cut_long_texts(tokenizer: Any, texts: Sequence[str], max_length: int) -> Seq
     return cut
 
 
-# --- in memory
-
-
-def encode_texts(
-    tokenizer: Any, texts: Sequence[str], max_length: int, pairs: Sequence[str] | None = None
-) -> dict[str, np.ndarray]:
-    """Texts (and second texts) in memory -> `input_ids`, `offsets`, and `token_types` of pairs if
-    there are any."""
-    parts = [slice(start, start + _BLOCK_TEXTS) for start in range(0, len(texts), _BLOCK_TEXTS)]
-    pending = ((texts[part], None if pairs is None else pairs[part]) for part in parts)
-    blocks = list(encode_blocks(tokenizer, pending, max_length, len(texts)))
+def encode_texts(tokenizer: Any, texts: TextBlock, max_length: int) -> dict[str, np.ndarray]:
+    """`input_ids`, `offsets`, and `token_types` of pairs if there are any."""
+    total = len(texts[0])
+    parts = [slice(start, start + _BLOCK_TEXTS) for start in range(0, total, _BLOCK_TEXTS)]
+    pending = ([column[part] for column in texts] for part in parts)
+    blocks = list(encode_blocks(tokenizer, pending, max_length, total))
     ids, lengths, types, _ = zip(*blocks, strict=True)
     arrays = {
         "input_ids": np.concatenate(ids),
@@ -157,113 +149,8 @@ def encode_texts(
 
 def truncate_split(split: Split, tokenizer: Any, max_length: int, name: str) -> Split:
     """The same samples with at most `max_length` tokens each, for a split whose texts are saved."""
-    texts: Any = read_lines(split.folder / "texts.jsonl")
-    pairs: Any = None
-    if not isinstance(texts[0], str):
-        texts, pairs = zip(*texts, strict=True)
-    arrays: dict[str, Any] = encode_texts(tokenizer, texts, max_length, pairs)
+    texts = list(zip(*split.saved_texts(), strict=True))
+    arrays: dict[str, Any] = encode_texts(tokenizer, texts, max_length)
     if split.token_types is None:  # the model may have none
         arrays.pop("token_types", None)
     return replace(split, name=name, **arrays)
-
-
-def split_of_texts(
-    name: str,
-    tokenizer: Any,
-    model_config: Any,
-    max_length: int,
-    texts: Sequence[str],
-    pairs: Sequence[str] | None = None,
-    shared_as: str | None = None,
-) -> Split:
-    """A split of texts (and second texts of pairs) in memory; all labels are 0.
-
-    With `shared_as`, a digest, it lies in a cache folder that one process per machine writes and
-    the caller removes."""
-
-    def encode() -> dict[str, np.ndarray]:
-        rows = np.arange(len(texts), dtype=np.int64)
-        arrays = encode_texts(tokenizer, texts, max_length, pairs)
-        return arrays | {"rows": rows, "labels": np.zeros_like(rows)}
-
-    if shared_as is None:
-        return Split(name, Path(), **of_model(encode(), model_config))
-    with cached_folder("tokens", shared_as, None, "texts to predict") as (folder, draft):
-        if draft:
-            (draft / name).mkdir()
-            for file, array in encode().items():
-                np.save(draft / name / f"{file}.npy", array)
-    return load_split(folder, name, model_config)
-
-
-# --- files
-
-
-def save_texts(path: Path, blocks: Iterable[TextBlock]) -> Iterator[TextBlock]:
-    """Yields the blocks, and writes each text, or pair, as a line of JSON."""
-    with path.open("w", encoding="utf-8") as file:
-        for texts, pairs in blocks:
-            items = texts if pairs is None else zip(texts, pairs, strict=True)
-            file.writelines(json.dumps(item, ensure_ascii=False) + "\n" for item in items)
-            yield texts, pairs
-
-
-@contextlib.contextmanager
-def append_to_npy(path: Path, dtype: Any) -> Iterator[Callable[[np.ndarray], None]]:
-    """Yields a function that appends arrays to a new .npy file: numpy's header has room for any
-    length."""
-    length = 0
-
-    def write_header() -> None:
-        kind = np.lib.format.dtype_to_descr(np.dtype(dtype))
-        header = {"descr": kind, "fortran_order": False, "shape": (length,)}
-        np.lib.format.write_array_header_1_0(file, header)
-
-    def append(array: np.ndarray) -> None:
-        nonlocal length
-        length += len(array)
-        file.write(np.ascontiguousarray(array, dtype).data)
-
-    with path.open("wb") as file:
-        write_header()
-        yield append
-        file.seek(0)
-        write_header()
-
-
-@dataclass
-class Counts:
-    truncated: int = 0
-    """Texts longer than `max_length`."""
-    unknown: int = 0
-    """Unknown tokens."""
-    tokens: int = 0
-
-
-def save_tokens(
-    folder: Path,
-    blocks: Iterable[Block],
-    ids: str = "input_ids",
-    offsets: str = "offsets",
-    unknown: int | None = None,
-) -> Counts:
-    """Appends blocks of tokens to .npy files in a folder as they come. `unknown`: the id of the
-    unknown token."""
-    counts = Counts()
-    with contextlib.ExitStack() as files:
-        append = files.enter_context(append_to_npy(folder / f"{ids}.npy", np.int32))
-        append_ends = files.enter_context(append_to_npy(folder / f"{offsets}.npy", np.int64))
-        append_ends(np.zeros(1, np.int64))
-        append_types = None
-        for block in blocks:
-            append(block.ids)
-            append_ends(counts.tokens + np.cumsum(block.lengths))
-            if block.types is not None:
-                if append_types is None:
-                    path = folder / "token_types.npy"
-                    append_types = files.enter_context(append_to_npy(path, np.int8))
-                append_types(block.types)
-            counts.tokens += len(block.ids)
-            counts.truncated += block.truncated
-            counts.unknown += int((block.ids == unknown).sum())
-    return counts

@@ -110,6 +110,7 @@ def load_words_first(name: str) -> Any:
 
 
 def _is_wordpiece(tokenizer: Any) -> bool:
+    """Whether it is a fast tokenizer with BERT's kind of vocabulary."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return isinstance(getattr(backend, "model", None), WordPiece)
 
@@ -117,7 +118,10 @@ def _is_wordpiece(tokenizer: Any) -> bool:
 def is_jieba(folder: Path) -> bool:
     """Whether the tokenizer in a model's folder has the key `words_first`."""
     path = folder / "tokenizer_config.json"
-    return path.is_file() and bool(json.loads(path.read_text(encoding="utf-8")).get(MARK))
+    if not path.is_file():
+        return False
+    config = json.loads(path.read_text(encoding="utf-8"))
+    return bool(config.get(MARK))
 
 
 class WordBackend:
@@ -153,6 +157,7 @@ class WordBackend:
     def _encode(
         self, encode: Callable[..., Any], most: int | None, *arguments: Any, **options: Any
     ) -> Any:
+        """Calls a method of the tokenizer with the pre-tokenizer in place, one thread at a time."""
         backend = self._backend
         with self._lock:
             normalizer = backend.normalizer

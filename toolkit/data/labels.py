@@ -10,10 +10,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -22,6 +21,20 @@ import numpy as np
 from natsort import natsorted
 
 from toolkit.config import ProblemType
+from toolkit.data.label_cells import (
+    NO_LABEL,
+    class_feature,
+    class_name,
+    class_names,
+    distinct_cells,
+    finite_number,
+    hashable,
+    is_blank,
+    is_list,
+    is_missing,
+    read_cells,
+    to_float,
+)
 from toolkit.data.table import Table
 from toolkit.data.targets import Targets
 from toolkit.errors import UserError, did_you_mean, listing
@@ -32,10 +45,7 @@ SINGLE: ProblemType = "single_label_classification"
 MULTI: ProblemType = "multi_label_classification"
 REGRESSION: ProblemType = "regression"
 _USUAL_METRICS = {SINGLE: "f1_macro", MULTI: "f1_micro", REGRESSION: "loss"}
-_NO_LABEL = "no label: fill it or remove the row, or pass --drop_empty_text, which leaves it out"
 _FEW_CLASSES = 50
-_MAX_DISTINCT = 200_000
-"""Distinct values that are read to infer a column's type: more are numbers, or no labels."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +77,9 @@ class Labels(Targets):
         }
 
     @classmethod
-    def find(cls, settings: Any, table: Table, text_column: str) -> Labels:
-        return find_labels(table, text_column, **cls.data_facts(settings))
+    def find(cls, settings: Any, table: Table, columns: tuple[str, ...]) -> Labels:
+        facts = cls.data_facts(settings)
+        return find_labels(table, columns, facts["problem_type"], facts["label_separator"])
 
     @property
     def size(self) -> int:
@@ -78,7 +89,7 @@ class Labels(Targets):
     @cached_property
     def _ids(self) -> dict[str, int]:
         """Cell -> class id."""
-        ids = {_name(name): place for place, name in enumerate(self.names)}
+        ids = {class_name(name): place for place, name in enumerate(self.names)}
         if list(self.names) == [f"LABEL_{place}" for place in range(self.size)]:
             # transformers' names for a model that was trained on ids
             ids |= {str(place): place for place in range(self.size)}
@@ -101,9 +112,9 @@ class Labels(Targets):
         row whose label is missing or does not occur in training."""
         dtype: Any = np.int64 if self.problem_type == SINGLE else np.float32
         parts = [np.zeros(0, dtype)]
-        for rows, cells in _cells(table, self.columns):
+        for rows, cells in read_cells(table, self.columns):
+            keys = hashable(cells)
             values: dict[Any, Any] = {}
-            keys = [cell if isinstance(cell, str) else repr(cell) for cell in cells]
             for key, row, cell in zip(keys, rows.tolist(), cells, strict=True):
                 if key not in values:  # each distinct cell of a batch is encoded once
                     try:
@@ -116,51 +127,53 @@ class Labels(Targets):
     def _value(self, cell: Any) -> Any:
         """A class id, a 0 or 1 per class, a number, or numbers. Raises ValueError."""
         if len(self.columns) > 1:
-            return self._values_of_columns(cell)
+            return self._numbers(cell)
         if self.problem_type == REGRESSION:
-            return _number(cell)
+            return finite_number(cell)
         if self.problem_type == SINGLE:
             return self._id(cell)
-        if _is_missing(cell):
+        if is_missing(cell):
             raise ValueError("no labels: write [] where there are none")
         flags = [0.0] * self.size
-        for name in _names(cell, self.separator):
+        for name in class_names(cell, self.separator):
             place = self._id(name)
             if flags[place]:
                 raise ValueError(f"{cell!r} names a class twice: a column per class holds 0 and 1")
             flags[place] = 1.0
         return flags
 
-    def _values_of_columns(self, cells: list[Any]) -> list[float]:
-        numbers = [_number(cell) for cell in cells]
-        odd = [number for number in numbers if number not in (0, 1)]
-        if odd and self.problem_type == MULTI:
+    def _numbers(self, cells: list[Any]) -> list[float]:
+        """One number for each column. Raises ValueError."""
+        numbers = [finite_number(cell) for cell in cells]
+        if self.problem_type == MULTI and not set(numbers) <= {0, 1}:
             raise ValueError(
-                f"{odd[0]:g} in a label column: several hold 0 or 1 each, or numbers to predict: "
+                f"{cells} in the label columns: several hold 0 or 1 each, or numbers to predict: "
                 "then pass --problem_type regression"
             )
         return numbers
 
     def _id(self, cell: Any) -> int:
-        name = _name(cell)
-        if name in self._ids:
-            return self._ids[name]
+        """The id of a class by its name. Raises ValueError."""
+        name = class_name(cell)
         if not name:
-            raise ValueError(_NO_LABEL)
-        raise ValueError(
-            f"label {name!r} does not occur in training{did_you_mean(name, self._ids)}: the "
-            f"classes are {listing(self._ids)}"
-        )
+            raise ValueError(NO_LABEL)
+        if name not in self._ids:
+            raise ValueError(
+                f"label {name!r} does not occur in training{did_you_mean(name, self._ids)}: the "
+                f"classes are {listing(self._ids)}"
+            )
+        return self._ids[name]
 
     def missing(self, table: Table) -> np.ndarray:
         """An empty cell of several labels is none of them, unless all cells are empty."""
         if not set(table.rows.column_names).issuperset(self.columns):
             return np.ones(len(table), bool)
         flags = []
-        for _, rows in _cells(table, self.columns):
-            for row in rows:
-                cells = row if len(self.columns) > 1 else [row]
-                flags.append(all(map(_is_blank, cells)))
+        for _, cells in read_cells(table, self.columns):
+            if len(self.columns) > 1:
+                flags += [all(map(is_blank, row)) for row in cells]
+            else:
+                flags += map(is_blank, cells)
         blank = np.array(flags, bool)
         if self.problem_type == MULTI and len(self.columns) == 1 and not blank.all():
             return np.zeros_like(blank)
@@ -187,23 +200,16 @@ class Labels(Targets):
 
 def find_labels(
     table: Table,
-    text_column: str,
-    label_column: str | None = None,
+    columns: tuple[str, ...],
     problem_type: ProblemType | None = None,
-    label_separator: str | None = None,
+    separator: str | None = None,
 ) -> Labels:
-    """Infers from the label column of the training table what a model predicts; `problem_type`
-    overrides. Raises UserError when the column is missing or ambiguous, or there are fewer than two
-    classes."""
-    columns = table.find_columns(label_column, USUAL, "label_column")
-    if not columns:
-        excluded = table.columns_of(text_column)
-        others = [name for name in table.rows.column_names if name not in excluded]
-        raise table.ambiguous_column("label", "label_column", others)
+    """Infers from the label columns of the training table what a model predicts; `problem_type`
+    overrides. Raises UserError for fewer than two classes, or cells that are no labels."""
     try:
         if len(columns) > 1:
             return _labels_of_columns(table, columns, problem_type)
-        return _labels_of_column(table, columns[0], problem_type, label_separator)
+        return _labels_of_column(table, columns[0], problem_type, separator)
     except ValueError as error:
         where = listing(map(repr, columns))
         raise UserError(f"{table.name}: column {where} {error}") from error
@@ -216,11 +222,10 @@ def _labels_of_columns(
     ValueError."""
     if problem_type == SINGLE:
         raise ValueError(f"have several labels or numbers: leave out --problem_type {SINGLE}")
+    numbers = {to_float(cell) for column in columns for cell in distinct_cells(table, column)}
     problem = MULTI
-    for column in columns:
-        numbers = {to_float(cell) for cell in _distinct(table, column)}
-        if not numbers <= {0.0, 1.0, None}:
-            problem = REGRESSION
+    if not numbers <= {0.0, 1.0, None}:
+        problem = REGRESSION
     return Labels(problem_type or problem, columns, columns)
 
 
@@ -228,37 +233,33 @@ def _labels_of_column(
     table: Table, column: str, problem_type: ProblemType | None, separator: str | None
 ) -> Labels:
     """Raises ValueError for cells that are no labels."""
-    cells = _distinct(table, column)
+    cells = distinct_cells(table, column)
     problem = problem_type or _guess(cells, separator)
     if problem == REGRESSION:
         return Labels(problem, (column,), (column,))
-    feature = _feature(table, column)
+    names = _names_in(cells, problem, separator)
+    feature = class_feature(table, column)
     if feature:
         names = tuple(feature.names)
-    else:
-        names = natural_order(_class_names(cells, problem, separator))
-        if problem_type is None and len(names) > max(_FEW_CLASSES, len(table) / 2):
-            raise ValueError(
-                f"holds {len(names)} different values in {len(table)} rows: is it the label? Name "
-                "another with --label_column, or pass --problem_type"
-            )
+    is_guess = feature is None and problem_type is None
+    if is_guess and len(names) > max(_FEW_CLASSES, len(table) / 2):
+        raise ValueError(
+            f"holds {len(names)} different values in {len(table)} rows: is it the label? Name "
+            "another with --label_column, or pass --problem_type"
+        )
     if len(names) < 2:
-        found = listing(names) or "no class"
-        raise ValueError(f"holds {found} only: at least two classes are needed (--label_column)")
+        only = listing(names) or "no class"
+        raise ValueError(f"holds {only} only: at least two classes are needed (--label_column)")
     return Labels(problem, names, (column,), separator)
 
 
-def _class_names(cells: list[Any], problem: ProblemType, separator: str | None) -> set[str]:
+def _names_in(cells: list[Any], problem: ProblemType, separator: str | None) -> tuple[str, ...]:
+    """The classes that distinct cells name, in natural order."""
     names: set[str] = set()
     for cell in cells:
-        parts = [cell] if problem == SINGLE else _names(cell, separator)
-        names.update(filter(None, map(_name, parts)))
-    if problem == MULTI and any(re.fullmatch(r"-?\d+\.\d+", name) for name in names):
-        raise ValueError(
-            "holds lists of numbers: several numbers to predict are several columns "
-            "(--label_column a,b)"
-        )
-    return names
+        parts = [cell] if problem == SINGLE else class_names(cell, separator)
+        names.update(map(class_name, parts))
+    return natural_order(names - {""})
 
 
 def natural_order(names: Iterable[str]) -> tuple[str, ...]:
@@ -271,130 +272,11 @@ def natural_order(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _guess(distinct: list[Any], separator: str | None) -> ProblemType:
-    """The problem type that fits the cells of a column. Raises ValueError for objects."""
+    """The problem type that fits the cells of a column."""
     cells = [cell for cell in distinct if cell != ""]
-    if any(isinstance(cell, dict) for cell in cells):
-        raise ValueError("holds objects: make a column of the label")
-    if separator or (cells and all(_is_list(cell) for cell in cells)):
+    if separator or (cells and all(map(is_list, cells))):
         return MULTI
     numbers = [number for cell in cells if (number := to_float(cell)) is not None]
     fractions = any(number % 1 for number in numbers if math.isfinite(number))
     # where most are numbers, `encode` names the row of one that is not
     return REGRESSION if fractions and 2 * len(numbers) > len(cells) else SINGLE
-
-
-# --- cells
-
-
-def _cells(table: Table, columns: Sequence[str]) -> Iterator[tuple[np.ndarray, list[Any]]]:
-    """Batches of (row numbers, cells): lists of cells for several columns; `ClassLabel` ids as
-    names."""
-    feature = _feature(table, columns[0]) if len(columns) == 1 else None
-    for numbers, values in table.cells(columns):
-        if len(columns) > 1:
-            yield numbers, [list(cells) for cells in zip(*values, strict=True)]
-        elif feature:
-            yield numbers, [_feature_names(cell, feature) for cell in values[0]]
-        else:
-            yield numbers, values[0]
-
-
-def _distinct(table: Table, column: str) -> list[Any]:
-    """The distinct cells of a column that are not missing; of the first rows, if they are more than
-    _MAX_DISTINCT."""
-    is_plain = hasattr(table.rows.features[column], "dtype")  # no lists, no objects
-    distinct: dict[Any, Any] = {}
-    for _, cells in _cells(table, (column,)):
-        keys = cells if is_plain else map(repr, cells)
-        batch = dict(zip(keys, cells, strict=True))
-        distinct |= {key: cell for key, cell in batch.items() if not _is_missing(cell)}
-        if len(distinct) > _MAX_DISTINCT:
-            break
-    return list(distinct.values())
-
-
-def _feature(table: Table, column: str) -> Any:
-    """The `ClassLabel` feature of a column or of its lists' items, or None."""
-    from datasets import ClassLabel
-
-    if column not in table.rows.features:
-        return None
-    feature = table.rows.features[column]
-    feature = getattr(feature, "feature", feature)
-    return feature if isinstance(feature, ClassLabel) else None
-
-
-def _feature_names(cell: Any, feature: Any) -> Any:
-    """Ids -> names; -1, an unlabelled row of a hub data set, -> None."""
-    if isinstance(cell, list):
-        return [_feature_names(item, feature) for item in cell]
-    if cell is None or cell < 0:
-        return None
-    return feature.int2str(int(cell))
-
-
-def to_float(value: Any) -> float | None:
-    if "_" in str(value):  # Python reads 1_5 as 15
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return None
-
-
-def _is_missing(cell: Any) -> bool:
-    return cell is None or cell != cell
-
-
-def _is_blank(cell: Any) -> bool:
-    return _is_missing(cell) or not str(cell).strip()
-
-
-def _name(cell: Any) -> str:
-    """The text of a cell; `2.0`, which a reader or a spreadsheet makes of `2`, becomes `2`."""
-    if _is_missing(cell):
-        return ""
-    text = str(cell).strip()
-    return text.split(".")[0] if re.fullmatch(r"-?\d+\.0+", text) else text
-
-
-def _number(cell: Any) -> float:
-    """Raises ValueError."""
-    if _is_blank(cell):
-        raise ValueError(_NO_LABEL)
-    number = to_float(cell)
-    if number is None or not abs(number) <= float(np.finfo(np.float32).max):
-        raise ValueError(
-            f"the label {cell!r} is not a number in the range of float32: correct it, or pass "
-            "another --problem_type"
-        )
-    return number
-
-
-def _is_list(cell: Any) -> bool:
-    if isinstance(cell, str):
-        text = cell.strip()
-        return text.startswith("[") and text.endswith("]")
-    return isinstance(cell, list)
-
-
-def _names(cell: Any, separator: str | None) -> list[Any]:
-    """The labels of a cell: a list, a list as JSON, or names with the separator between them; of an
-    empty string none. Raises ValueError."""
-    if isinstance(cell, list):
-        return cell
-    text = "" if _is_missing(cell) else str(cell).strip()
-    if separator:
-        parts = [part.strip() for part in text.split(separator)]
-        return [part for part in parts if part]
-    if not text:
-        return []
-    try:
-        items = json.loads(text)
-    except ValueError:
-        items = None
-    if not isinstance(items, list):
-        raise ValueError(
-            f'{text[:60]!r} is no list of labels: write JSON, ["a", "b"], or pass --label_separator'
-        )
-    return items

@@ -1,4 +1,7 @@
-"""Settings -> tables -> a cached folder of tokens and targets -> the data of a run."""
+"""Settings -> tables -> a cached folder of tokens and targets -> the data of a run.
+
+The name of the folder is a digest of all that its content depends on (`_facts`): a second run, or
+one with another learning rate, reads and tokenizes nothing."""
 
 from __future__ import annotations
 
@@ -14,12 +17,13 @@ import torch
 from toolkit import launch
 from toolkit.config import flat
 from toolkit.data.balance import weigh_classes
-from toolkit.data.encode import Counts, encode_blocks, save_texts, save_tokens
+from toolkit.data.encode import encode_blocks
 from toolkit.data.labels import Labels
 from toolkit.data.read import read_tables
 from toolkit.data.select import Samples, data_seed, select_samples
 from toolkit.data.table import Table
 from toolkit.data.targets import Targets, targets_of
+from toolkit.data.token_files import Counts, load_split, save_texts, save_tokens
 from toolkit.data.tokenizer import (
     choose_max_length,
     fingerprint,
@@ -27,7 +31,7 @@ from toolkit.data.tokenizer import (
     refuse_foreign_tokenizer,
     separator_of,
 )
-from toolkit.data.tokens import Split, load_split
+from toolkit.data.tokens import Split
 from toolkit.errors import UserError
 from toolkit.utils.cache import cached_folder, digest_of_text
 from toolkit.utils.features import features
@@ -35,7 +39,7 @@ from toolkit.utils.features import features
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-_LAYOUT = 4  # increase when the content of a prepared folder changes
+_LAYOUT = 5  # increase when the content of a prepared folder changes
 _SETTINGS = ("text_column", "text_pair", "drop_empty_text", "validation_split",
              "max_train_samples", "max_eval_samples")  # fmt: skip
 """The settings that prepared data depend on, besides those of their targets."""
@@ -58,7 +62,7 @@ class Data:
     """The column of second texts."""
     max_length: int
     notes: tuple[str, ...]
-    """Lines for the user: sizes, truncated texts, overlaps."""
+    """Lines for the user: truncated texts, overlaps, imbalanced classes."""
     targets: Targets
     train: Split
     validation: Split
@@ -68,8 +72,6 @@ class Data:
     pos_weight: torch.Tensor | None = None
     """(classes,) float32, on the device: the weight of positive labels in the loss
     (--pos_weight)."""
-    advice: str = ""
-    """A line if the classes are imbalanced and no setting compensates for it."""
 
     @property
     def labels(self) -> Labels:
@@ -107,7 +109,9 @@ def prepare_data(
     """Tokenizes the texts and encodes their targets, in one process per machine; all processes load
     them. Raises UserError for every fault of the input, and when machines have different data."""
     if accelerator is not None:
-        values = {name: value for name, value in flat(settings).items() if name not in _SOURCES}
+        values = flat(settings)
+        for name in _SOURCES:
+            values.pop(name, None)
         launch.require_equal(accelerator, "the settings", values)
     targets_class = targets_of(settings)
     targets_class.check(settings, tokenizer)
@@ -199,6 +203,7 @@ def _token_notes(split: str, counts: Counts, rows: int, max_length: int) -> Iter
 
 
 def _load(settings: Any, folder: Path, model_config: Any, tables: Mapping[str, Table]) -> Data:
+    """The data of a prepared folder, for a model of this config."""
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     targets_class = targets_of(settings)
     splits: dict[str, Any] = dict.fromkeys(("train", "validation", "test"))

@@ -1,4 +1,7 @@
-"""Files, hub data sets and demos -> tables."""
+"""Files, hub data sets and demos -> tables.
+
+A file is parsed when its rows are first used, in blocks, into one Arrow file of the cache: a run
+whose tokens are cached reads no rows, and no file has to fit into memory (but one of `.json`)."""
 
 from __future__ import annotations
 
@@ -48,7 +51,10 @@ def read_tables(settings: TextSettings) -> dict[str, Table]:
 
 
 def _splits_of_dataset(name: str, settings: TextSettings) -> dict[str, Table]:
-    splits = read_dataset(name, settings.dataset_config_name)
+    """The splits of `--dataset_name`. Raises UserError if there is none to train on, and for
+    settings that have no effect on it."""
+    is_demo = name.startswith(demo.PREFIX)
+    splits = read_demo(name) if is_demo else read_hub(name, settings.dataset_config_name)
     tables: dict[str, Table] = {}
     for split, aliases in _SPLIT_NAMES.items():
         for alias in aliases:
@@ -99,18 +105,14 @@ def format_of(path: Path) -> str:
 
 
 def _digest_of(path: Path) -> str:
-    if not path.exists():
+    """The digest of a file's content. Raises UserError for a missing file."""
+    if not path.is_file():
         siblings = []
         if path.parent.is_dir():
-            siblings = [file.name for file in path.parent.iterdir()]
+            siblings = [file.name for file in path.parent.iterdir() if file != path]
         hint = did_you_mean(path.name, siblings)
-        raise UserError(f"{path} does not exist{hint} (looked in {Path.cwd()})")
-    if not path.is_file():
-        raise UserError(f"{path} is a folder or a pipe, not a file")
-    try:
-        return digest_of_file(path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+        raise UserError(f"{path} does not exist, or is no file{hint} (looked in {Path.cwd()})")
+    return digest_of_file(path)
 
 
 def _load(paths: list[Path], settings: TextSettings, name: str, digest: str) -> Rows:
@@ -170,7 +172,8 @@ def _unify(path: Path, before: Any, schema: pyarrow.Schema) -> pyarrow.Schema:
 
     if before is None:
         return schema
-    if not format_of(path).startswith(".json") and set(schema.names) != set(before.names):
+    same_names = set(schema.names) == set(before.names)
+    if not same_names and not format_of(path).startswith(".json"):
         raise UserError(
             f"{path} has the columns {listing(schema.names)}, and the file before it "
             f"{listing(before.names)}: give both the same columns, or use a pattern without it"
@@ -183,6 +186,8 @@ def _unify(path: Path, before: Any, schema: pyarrow.Schema) -> pyarrow.Schema:
 
 
 def _blocks(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
+    """The rows of a file, in batches of at most BLOCK_ROWS. Raises UserError naming what cannot be
+    parsed."""
     import pyarrow
 
     kind = format_of(path)
@@ -202,6 +207,7 @@ def _blocks(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]
 
 
 def _read_parquet(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
+    """The rows of a Parquet file."""
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
@@ -215,6 +221,7 @@ def _read_parquet(path: Path, settings: TextSettings) -> Iterator[pyarrow.Record
 
 
 def _read_json(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
+    """The rows of a JSON file; each batch has the columns and types of its own rows."""
     import pyarrow
 
     first_row = 1
@@ -243,19 +250,17 @@ def parse_json(path: Path, encoding: str = "utf-8") -> Iterator[Any]:
     try:
         loaded = json.loads(content)
     except (ValueError, RecursionError) as error:
-        if re.search(r"}\s*\n\s*{", content):
+        if str(error).startswith("Extra data"):
             yield from _json_lines(path, encoding)
             return
         raise UserError(f"{path}: not JSON ({error})") from error
     if isinstance(loaded, dict):
-        values = list(loaded.values())
-        loaded = [loaded]
-        if len(values) == 1 and isinstance(values[0], list):
-            loaded = values[0]
+        loaded = loaded.get("data", [loaded])
     yield from loaded
 
 
 def _json_lines(path: Path, encoding: str) -> Iterator[Any]:
+    """A value for each line that is not blank."""
     with text_files.open_text(path, encoding) as text:
         for number, line in enumerate(text, 1):
             if line.strip():
@@ -279,20 +284,14 @@ def _array(values: list[Any], path: Path, first_row: int, name: str) -> pyarrow.
 
     if not fails(len(values)):
         return pyarrow.array(values)
-    place = bisect.bisect_left(range(len(values)), True, key=lambda place: fails(place + 1))
+    places = range(len(values))
+    place = bisect.bisect_left(places, True, key=lambda place: fails(place + 1))
     fault = f"field {name!r} is {str(values[place])[:40]!r}, unlike the rows before it, or no text"
     remedy = "make them all numbers, or all strings, or leave the field out"
     raise UserError(f"{path}, row {first_row + place}: {fault}: {remedy}")
 
 
 # --- demos, the hub, folders
-
-
-def read_dataset(name: str, config: str | None = None) -> dict[str, Table]:
-    """The splits of a demo, a hub data set or a folder. Raises UserError."""
-    if name.startswith(demo.PREFIX):
-        return read_demo(name)
-    return read_hub(name, config)
 
 
 def read_demo(name: str) -> dict[str, Table]:

@@ -1,13 +1,19 @@
-"""Tables -> the rows of each split that take part, checked before any is tokenized."""
+"""Tables -> the rows of each split that take part, checked before any is tokenized.
+
+1. The columns of texts and targets, found in the training table.
+2. Rows without a text or a target are an error, or left out.
+3. Without validation rows a part of the training rows is held out; limits, for quick tests.
+4. Notes on texts that are in the training data and in another split."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from toolkit.data.columns import find_columns, find_texts, unclear_column
 from toolkit.data.table import Table
 from toolkit.data.targets import Targets, targets_of
 from toolkit.data.tokenizer import separator_of
@@ -32,33 +38,28 @@ class Samples:
         return Samples(self.table.select(places), self.targets[places], self.hashes[places])
 
 
-class Selection(NamedTuple):
-    splits: dict[str, Samples]
-    targets: Targets
-    notes: list[str]
-    """Lines for the user."""
-
-
-def select_samples(settings: Any, tokenizer: Any, tables: Mapping[str, Table]) -> Selection:
-    """Finds the columns and the targets in the training table, and selects the rows of all splits.
-    Raises UserError naming rows without a text or a target, unless `--drop_empty_text` allows
-    them."""
-    data = settings.data
-    notes = []
-    predicted = _find_predicted(settings, tables["train"])
-    columns = _find_texts(settings, tables["train"], predicted)
-    joined = tables["train"].columns_of(columns[0])
+def select_samples(
+    settings: Any, tokenizer: Any, tables: Mapping[str, Table]
+) -> tuple[dict[str, Samples], Targets, list[str]]:
+    """(The samples of each split, the targets, lines for the user.) Finds the columns and the
+    targets in the training table, and selects the rows of all splits. Raises UserError naming rows
+    without a text or a target, unless `--drop_empty_text` allows them."""
+    drop_empty = settings.data.drop_empty_text
+    texts, predicted = _find_columns(settings, tables["train"])
     separator = separator_of(tokenizer)
+    notes = []
+    joined = tables["train"].columns_of(texts[0])
     if len(joined) > 1:
-        notes.append(f"columns {', '.join(joined)} are one text, with {separator} between them")
+        columns = ", ".join(joined)
+        notes.append(f"columns {columns} are one text, with {separator} between them")
     with_texts = {}
     for split, table in tables.items():
-        read = replace(table, text_columns=columns, separator=separator)
-        with_texts[split] = _with_texts(read, data.drop_empty_text)
+        with_texts[split] = _with_texts(table.read(texts, separator), drop_empty)
     train, _ = with_texts["train"]
-    targets = targets_of(settings).find(settings, train, columns[0])
-    what = str(targets.column_setting).removesuffix("_column")
-    where = f"{what} in column {listing(map(repr, predicted))}"
+    targets_class = targets_of(settings)
+    targets = targets_class.find(settings, train, predicted)
+    setting = str(targets_class.column_setting)
+    what = setting.removesuffix("_column")
 
     splits = {}
     for split, (table, hashes) in with_texts.items():
@@ -68,19 +69,20 @@ def select_samples(settings: Any, tokenizer: Any, tables: Mapping[str, Table]) -
             continue
         for column in predicted:
             table.require(column)
-        places = _filled(table, missing, where, f"{what}_column", data.drop_empty_text)
+        places = _filled(table, missing, what, predicted, setting, drop_empty)
         table = table.select(places)
-        splits[split] = Samples(table, targets.encode(table), hashes[places])
+        encoded = targets.encode(table)
+        splits[split] = Samples(table, encoded, hashes[places])
         dropped = len(tables[split]) - len(table)
         if dropped:
-            names = " or ".join([*columns, *predicted])
+            names = " or ".join([*texts, *predicted])
             notes.append(f"{split}: {dropped} rows with an empty {names} are left out")
 
     if "validation" not in splits:
         notes.append(_hold_out(splits, targets, settings))
     notes.extend(_limit(splits, settings))
     notes.extend(_overlaps(splits))
-    return Selection(splits, targets, notes)
+    return splits, targets, notes
 
 
 def data_seed(settings: Any) -> int:
@@ -90,58 +92,62 @@ def data_seed(settings: Any) -> int:
     return int(settings.data.data_seed)
 
 
-def _find_predicted(settings: Any, train: Table) -> tuple[str, ...]:
-    """The columns of targets."""
+def _find_columns(settings: Any, train: Table) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(the column of texts, and of second texts if there are any; the columns of targets)."""
+    data = settings.data
     targets = targets_of(settings)
     setting = targets.column_setting
-    if setting is None:
-        return ()
-    return train.find_columns(getattr(settings.data, setting), targets.usual_columns, setting)
-
-
-def _find_texts(settings: Any, train: Table, predicted: tuple[str, ...]) -> tuple[str, ...]:
-    """The column of texts, and of second texts if there are any."""
-    data = settings.data
-    pair = getattr(data, "text_pair", None)
-    text = train.text_column(data.text_column, [*predicted, pair])
-    pair = train.pair_column(pair, text)
-    columns = (text, pair) if pair else (text,)
-    both = {name for column in columns for name in train.columns_of(column)}.intersection(predicted)
+    predicted: tuple[str, ...] = ()
+    if setting is not None:
+        predicted = find_columns(train, getattr(data, setting), setting, targets.usual_columns)
+    texts = find_texts(train, data.text_column, getattr(data, "text_pair", None), predicted)
+    read = [name for column in texts for name in train.columns_of(column)]
+    if setting is not None and not predicted:
+        others = [name for name in train.rows.column_names if name not in read]
+        raise unclear_column(train, setting, others)
+    both = sorted(set(read).intersection(predicted))
     if both:
         raise UserError(
-            f"{train.name}: column {listing(sorted(both))} is to be read and predicted: name "
-            f"another --{targets_of(settings).column_setting}"
+            f"{train.name}: column {listing(both)} is to be read and predicted: name another "
+            f"--text_column or --{setting}"
         )
-    return columns
+    return texts, predicted
 
 
 def _with_texts(table: Table, drop_empty: bool) -> tuple[Table, np.ndarray]:
     """The rows in which no text is blank, and (rows,) hashes of their texts."""
     blank = [np.zeros(0, bool)]
     hashes = [np.zeros(0, np.int64)]
-    for block in table.text_blocks(table.text_columns, table.separator):
-        rows = list(zip(*block, strict=True))
-        blank.append(np.array([not all(map(str.strip, row)) for row in rows]))
+    for texts in table.texts():
+        rows = list(zip(*texts, strict=True))
+        has_blank = [not all(map(str.strip, row)) for row in rows]
+        blank.append(np.array(has_blank))
         hashes.append(np.fromiter(map(hash, rows), np.int64, len(rows)))
-    what = f"text in column {' or '.join(map(repr, table.text_columns))}"
-    places = _filled(table, np.concatenate(blank), what, "text_column", drop_empty)
+    columns = table.text_columns
+    places = _filled(table, np.concatenate(blank), "text", columns, "text_column", drop_empty)
     return table.select(places), np.concatenate(hashes)[places]
 
 
 def _filled(
-    table: Table, blank: np.ndarray, what: str, setting: str, drop_empty: bool
+    table: Table,
+    blank: np.ndarray,
+    what: str,
+    columns: tuple[str, ...],
+    setting: str,
+    drop_empty: bool,
 ) -> np.ndarray:
     """The places of the rows that are not blank. Raises UserError if all are, or, unless they may
     be dropped, some."""
+    where = f"{what} in column {' or '.join(map(repr, columns))}"
     if blank.all():
-        raise UserError(f"{table.name}: every {what} is empty: name another with --{setting}")
+        raise UserError(f"{table.name}: every {where} is empty: name another with --{setting}")
     if blank.any() and not drop_empty:
         hint = ""
         if table.name.endswith(".txt"):
             hint = " (or --sample_by paragraph, if they separate texts)"
         rows = table.listing(table.row_numbers[blank])
         raise UserError(
-            f"{table.name}: the {what} is empty in {blank.sum()} of {len(blank)} rows (rows "
+            f"{table.name}: the {where} is empty in {blank.sum()} of {len(blank)} rows (rows "
             f"{rows}): fill them, or pass --drop_empty_text{hint}"
         )
     return np.flatnonzero(~blank)
@@ -158,7 +164,8 @@ def _hold_out(splits: dict[str, Samples], targets: Targets, settings: Any) -> st
     places = np.arange(len(samples))
     strata = targets.strata(samples.targets)
     if strata is not None:
-        repeats = np.bincount(strata)[strata] > 1  # a class of one row can only be trained on
+        class_sizes = np.bincount(strata)
+        repeats = class_sizes[strata] > 1  # a class of one row can only be trained on
         places = places[repeats]
         strata = strata[repeats]
     count = max(1, round(len(places) * share))
@@ -168,7 +175,8 @@ def _hold_out(splits: dict[str, Samples], targets: Targets, settings: Any) -> st
             f"to hold out a part of {share:g} for validation: pass --validation_file, or another "
             "--validation_split; is the label column right?"
         )
-    if strata is not None and min(count, len(places) - count) < len(np.unique(strata)):
+    fewest = min(count, len(places) - count)
+    if strata is not None and fewest < len(np.unique(strata)):
         strata = None  # too few rows for some of each class
     _, validation = train_test_split(places, test_size=count, random_state=seed, stratify=strata)
     held_out = np.zeros(len(samples), bool)
@@ -186,18 +194,21 @@ def _limit(splits: dict[str, Samples], settings: Any) -> Iterator[str]:
         setting = "max_train_samples" if split == "train" else "max_eval_samples"
         limit = getattr(settings.data, setting)
         if limit is not None and limit < len(samples):
-            order = np.random.default_rng(data_seed(settings)).permutation(len(samples))
-            splits[split] = samples.select(np.sort(order[:limit]))
+            generator = np.random.default_rng(data_seed(settings))
+            drawn = generator.permutation(len(samples))[:limit]
+            splits[split] = samples.select(np.sort(drawn))
             yield f"{split}: {limit} of {len(samples)} rows are used (--{setting})"
 
 
 def _overlaps(splits: Mapping[str, Samples]) -> Iterator[str]:
     """Notes on texts (or pairs) of another split that are also in the training data."""
+    trained = splits["train"].hashes
     for split, samples in splits.items():
-        seen = np.isin(samples.hashes, splits["train"].hashes)
-        if split != "train" and seen.any():
-            rows = listing(row + 1 for row in samples.table.row_numbers[seen])
-            yield (
-                f"{split}: {seen.sum()} of {len(seen)} texts are also in the training data: its "
-                f"scores will be too high (rows {rows})"
-            )
+        seen = np.isin(samples.hashes, trained)
+        if split == "train" or not seen.any():
+            continue
+        rows = listing(row + 1 for row in samples.table.row_numbers[seen])
+        yield (
+            f"{split}: {seen.sum()} of {len(seen)} texts are also in the training data: its "
+            f"scores will be too high (rows {rows})"
+        )

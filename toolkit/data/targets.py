@@ -63,8 +63,9 @@ class Targets:
         raise NotImplementedError
 
     @classmethod
-    def find(cls, settings: Any, table: Table, text_column: str) -> Targets:
-        """Infers the targets from the training table. Raises UserError if they are ambiguous."""
+    def find(cls, settings: Any, table: Table, columns: tuple[str, ...]) -> Targets:
+        """Infers the targets from their columns in the training table. Raises UserError if they are
+        ambiguous."""
         raise NotImplementedError
 
     @classmethod

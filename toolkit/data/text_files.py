@@ -31,10 +31,6 @@ _MAX_CELL = 64 << 20
 _LIKELY_ENCODINGS = ("utf-8", "gb18030", "big5")
 
 
-def is_utf8(encoding: str) -> bool:
-    return encoding.lower().replace("_", "-") in ("utf-8", "utf8")
-
-
 def open_bytes(path: Path) -> Any:
     """The decompressed bytes of a file."""
     return OPENERS.get(path.suffix.lower(), open)(path, "rb")
@@ -50,10 +46,10 @@ def open_text(path: Path, encoding: str) -> io.TextIOWrapper:
     """The text of a file, without a byte order mark. Raises UserError; reading raises
     UnicodeError."""
     try:
-        codecs.lookup(encoding)
+        name = codecs.lookup(encoding).name
     except LookupError as error:
         raise UserError(f"--encoding {encoding}: Python has no such encoding") from error
-    if is_utf8(encoding):
+    if name == "utf-8":
         encoding = "utf-8-sig"
     elif has_utf8_mark(path):  # GB18030 decodes it, to other characters
         fault = f"begins with UTF-8's byte order mark, and --encoding is {encoding}"
@@ -77,6 +73,7 @@ def encoding_fault(path: Path, encoding: str) -> str:
 
 
 def _undecodable_line(path: Path, encoding: str) -> int | None:
+    """The number of the first line that is not in this encoding, from 1; None: all are."""
     decoder = codecs.getincrementaldecoder(encoding)()
     number = 1
     with open_bytes(path) as file:
@@ -166,6 +163,7 @@ def _csv_rows(
 
 
 def _column_names(path: Path, cells: list[str]) -> list[str]:
+    """The names in a header line. Raises UserError for an empty one."""
     if not any(cells):
         raise UserError(f"{path} is empty, or its first line is: write the columns there")
     # pandas leaves the name of its index empty
@@ -181,7 +179,8 @@ def _refuse_swallowed_rows(
     columns = [set(cells) for cells in zip(*block, strict=True)]
     for number, row in enumerate(block, first_row):
         lines = [line.split(delimiter) for line in delimiter.join(row).splitlines()]
-        if len(lines) < 2 or any(len(line) != len(row) for line in lines):
+        widths = set(map(len, lines))
+        if len(lines) < 2 or widths != {len(row)}:
             continue
         for values, cells in zip(columns, zip(*lines, strict=True), strict=True):
             if all(cell.strip() and cell in values for cell in cells):
@@ -193,6 +192,7 @@ def _refuse_swallowed_rows(
 
 
 def _delimiter(path: Path, settings: TextSettings) -> str:
+    """`--delimiter`, or by the file's ending. Raises UserError for what cannot be one."""
     if settings.delimiter is None:
         suffixes = [suffix.lower() for suffix in path.suffixes]
         return "\t" if ".tsv" in suffixes else ","

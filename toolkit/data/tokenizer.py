@@ -1,4 +1,6 @@
-"""The tokenizer of a model: loads it, identifies it, and compares it with the model."""
+"""The tokenizer of a model: loads it, identifies it, and compares it with the model.
+
+What differs between models (padding side, token types, positions) is decided here."""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ def fingerprint(tokenizer: Any) -> str:
         state.pop("padding", None)
         described = json.dumps([state, tokenizer.truncation_side], sort_keys=True)
     else:
-        described = json.dumps([sorted(tokenizer.get_vocab().items()), repr(tokenizer)])
+        vocabulary = sorted(tokenizer.get_vocab().items())
+        described = json.dumps([vocabulary, repr(tokenizer)])
     described += getattr(backend, "segmenter", "")
     return hashlib.sha256(f"{type(tokenizer).__name__}{described}".encode()).hexdigest()[:32]
 

@@ -1,11 +1,13 @@
-"""The tokens of a split on disk: one flat array, memory-mapped, so that ranks share its pages."""
+"""The tokens of a split: one flat array, memory-mapped, so that ranks share its pages.
+
+A sample is a slice of it: nothing is parsed or copied until its batch is made."""
 
 from __future__ import annotations
 
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +41,6 @@ class LengthBuckets:
         """(samples,) int64 bucket ids: texts of one bucket have the same outputs together as
         alone."""
         return np.where(lengths <= self.full, 0, -(-lengths // self.block))
-
-    def widest(self, length: int) -> int:
-        """The largest length in the bucket of `length`."""
-        if length <= self.full:
-            return self.full
-        return -(-length // self.block) * self.block
 
 
 @dataclass(frozen=True)
@@ -93,19 +89,9 @@ class Split:
         """(samples,) int32, in tokens."""
         return np.subtract(self.offsets[1:], self.offsets[:-1], dtype=np.int32, casting="unsafe")
 
-    def longest(self, count: int) -> np.ndarray:
-        """The indices of the `count` longest samples, longest first."""
-        count = min(count, len(self))
-        longest = np.argpartition(self.lengths, -count)[-count:]
-        return longest[np.argsort(-self.lengths[longest], kind="stable")]
-
-    def span(self, index: int) -> slice:
-        """The sample's slice of `input_ids` and `token_types`."""
-        return slice(self.offsets[index], self.offsets[index + 1])
-
     def tokens(self, index: int) -> np.ndarray:
         """(length,) int32."""
-        return self.input_ids[self.span(index)]
+        return self.input_ids[self.offsets[index] : self.offsets[index + 1]]
 
     def gather(self, values: np.ndarray, indices: np.ndarray) -> np.ndarray:
         """Per token, (tokens,), of all samples -> (T,), of the samples `indices`, one after
@@ -119,11 +105,14 @@ class Split:
             return np.broadcast_to(np.int64(1), len(self))[indices]
         return self.weights[indices].astype(np.float64)
 
+    def saved_texts(self) -> list[list[str]]:
+        """The source texts of each sample, one or a pair; none of the training split, whose texts
+        are not saved."""
+        return read_lines(self.folder / "texts.jsonl")
+
     def texts(self) -> list[str]:
-        """The source texts, pairs by `join_pair`; empty for the training split, whose texts are not
-        saved."""
-        lines = read_lines(self.folder / "texts.jsonl")
-        return [text if isinstance(text, str) else join_pair(*text) for text in lines]
+        """`saved_texts` by `join_pair`."""
+        return [join_pair(*texts) for texts in self.saved_texts()]
 
 
 def gather_slices(
@@ -139,9 +128,11 @@ def gather_slices(
     return values[places], lengths
 
 
-def join_pair(text: str, second: str) -> str:
-    """A pair as one text for reports: its first line is the first text."""
-    return text.replace("\n", " ") + "\n" + second
+def join_pair(text: str, *second: str) -> str:
+    """The texts of a sample as one, for reports: of a pair the first line is the first text."""
+    if not second:
+        return text
+    return "\n".join([text.replace("\n", " "), *second])
 
 
 def read_lines(path: Path) -> list[Any]:
@@ -150,18 +141,6 @@ def read_lines(path: Path) -> list[Any]:
         return []
     with path.open(encoding="utf-8") as file:
         return [json.loads(line) for line in file]
-
-
-def load_split(
-    folder: Path, name: str, model_config: Any = None, split_class: type[Split] = Split
-) -> Split:
-    """Memory-maps a saved split: the files that are fields of `split_class`."""
-    arrays = {}
-    for one in fields(split_class):
-        file = folder / name / f"{one.name}.npy"
-        if file.is_file():
-            arrays[one.name] = np.load(file, mmap_mode="r")
-    return split_class(name, folder / name, **of_model(arrays, model_config))
 
 
 def of_model(arrays: Mapping[str, np.ndarray], config: Any) -> dict[str, Any]:

@@ -56,6 +56,7 @@ def output_format(path: Path) -> str:
 
 
 def _write_parquet(path: Path, tables: Iterable[Any]) -> None:
+    """All tables get the columns and types of the first."""
     import pyarrow.parquet
 
     writer: Any = None
@@ -79,13 +80,15 @@ def _write_csv(file: Any, tables: Iterable[Any], delimiter: str, quoting: bool) 
         if not has_header:
             writer.writerow(table.column_names)
             has_header = True
-        for row in zip(*(column.to_pylist() for column in table.columns), strict=True):
+        columns = [column.to_pylist() for column in table.columns]
+        for row in zip(*columns, strict=True):
             writer.writerow(
                 _as_json(cell) if isinstance(cell, list | dict) else cell for cell in row
             )
 
 
 def _write_list(file: Any, tables: Iterable[Any]) -> None:
+    """A JSON list, a row on each line."""
     separator = ""
     file.write("[")
     for line in _json_lines(tables):

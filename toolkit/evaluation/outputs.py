@@ -19,7 +19,13 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from toolkit import launch
-from toolkit.data.batches import Batch, Collator, Prefetcher, collator_of, micro_batches
+from toolkit.data.batches import (
+    Batch,
+    Prefetcher,
+    collate_padded,
+    collator_of,
+    micro_batches,
+)
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
@@ -148,14 +154,13 @@ class Outputs:
             by_rank.append(
                 micro_batches(split, everything, sizes.per_device, rank, world, sizes.max_tokens)
             )
-        shortest = int(split.lengths.argmin())
         collations = []
         for ranks in zip(*by_rank, strict=True):
             size = max(len(indices) for indices in ranks)
             own = ranks[self.accelerator.process_index]
             if self.is_trial:
                 own, size = own[:_TRIAL_SAMPLES], min(size, _TRIAL_SAMPLES)
-            collations.append(partial(_collate_padded, self._collate, own, size, shortest))
+            collations.append(partial(collate_padded, self._collate, own, size))
         return collations[-1:] if self.is_trial else collations
 
     def add(self, gathered: Sequence[torch.Tensor]) -> None:
@@ -237,19 +242,6 @@ class Outputs:
             loss = float(total / self.split.loss_denominators().sum())
             numbers = {"num_samples": len(self.split), "loss": loss, **as_json(metrics or {})}
         return Evaluation(self.split.name, broadcast_object_list([numbers])[0], predictions)
-
-
-def _collate_padded(collate: Collator, indices: np.ndarray, size: int, shortest: int) -> Batch:
-    """A batch of `size` samples, those after `indices` padding samples with id -1."""
-    count = len(indices)
-    if count == size:
-        return collate(indices)
-    filler = indices[-1] if count else shortest
-    batch = collate(np.append(indices, np.full(size - count, filler)))
-    ids = batch.ids.clone()
-    ids[count:] = -1
-    tokens = int(collate.split.lengths[indices].sum())
-    return dataclasses.replace(batch, ids=ids, samples=count, tokens=tokens)
 
 
 def _compute_metrics(metrics: Metrics, labels: Labels, logits: Any, truth: Any) -> dict[str, Any]:

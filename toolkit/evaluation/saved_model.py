@@ -16,10 +16,11 @@ from transformers.utils import cached_file
 
 from toolkit.config import ModelSettings
 from toolkit.config.sections import default_tokens_per_batch
-from toolkit.data.encode import split_of_texts
+from toolkit.data.columns import find_columns, find_texts, require_columns
 from toolkit.data.labels import USUAL, Labels
 from toolkit.data.read import format_of
 from toolkit.data.table import Table
+from toolkit.data.token_files import split_of_texts
 from toolkit.data.tokenizer import choose_max_length, load_tokenizer, separator_of
 from toolkit.data.tokens import Split
 from toolkit.evaluation.answers import Answers, answers_for
@@ -79,12 +80,8 @@ def choose_columns(
     # a missing one is an error below
     if not text and set(table.columns_of(trained_text)) & set(table.rows.column_names):
         text = trained_text
-    others = [*table.find_columns(label, USUAL, "label_column"), pair]
-    text = table.text_column(text, others)
-    pair = table.pair_column(pair, text)
-    if pair:
-        return [text, pair]
-    return [text]
+    others = find_columns(table, label, "label_column", USUAL)
+    return list(find_texts(table, text, pair, others))
 
 
 def choose_labels(name: str, table: Table, column: str | None, labels: Labels) -> Labels:
@@ -94,9 +91,7 @@ def choose_labels(name: str, table: Table, column: str | None, labels: Labels) -
     columns = trained.get("label_columns", [])
     if not column and set(columns) <= set(table.rows.column_names):
         column = ",".join(columns) or None
-    columns = table.find_columns(column, USUAL, "label_column")
-    if not columns:
-        raise table.ambiguous_column("label", "label_column", table.rows.column_names)
+    columns = require_columns(table, column, "label_column", USUAL)
     labels = labels.in_columns(table, columns)
     if len(columns) > 1:
         return labels
@@ -142,7 +137,7 @@ class SavedModel:
 
     def read_texts(self, table: Table, columns: Sequence[str]) -> list[list[str]]:
         """The texts of each column."""
-        blocks = table.text_blocks(columns, separator_of(self.tokenizer))
+        blocks = table.read(columns, separator_of(self.tokenizer)).texts()
         return [list(chain.from_iterable(parts)) for parts in zip(*blocks, strict=True)]
 
     def tokenize(self, columns: Sequence[Sequence[str]], identity: str | None = None) -> Split:
@@ -152,10 +147,7 @@ class SavedModel:
         shared_as = None
         if identity and self.accelerator.num_processes > 1:
             shared_as = digest_of_text(identity)
-        texts, *pairs = columns
-        second = pairs[0] if pairs else None
-        model = (self.tokenizer, self.config, self.max_length)
-        return split_of_texts("texts", *model, texts, second, shared_as)
+        return split_of_texts(self.tokenizer, self.config, self.max_length, columns, shared_as)
 
     def compute_outputs(self, split: Split) -> Any:
         """The outputs for a whole split on the main process, None on the others; a collective."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from toolkit.checkpoint.model_folder import read_step
 from toolkit.data.labels import REGRESSION, SINGLE
-from toolkit.data.tokens import load_split
+from toolkit.data.token_files import load_split
 from toolkit.evaluation import Evaluation
 from toolkit.report import curves
 from toolkit.report.files import write_atomically

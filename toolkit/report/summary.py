@@ -89,7 +89,6 @@ def _data_lines(run: Run) -> list[str]:
         f"{sizes}; {data.targets.describe()}",
         f"texts: {columns}, at most {data.max_length} tokens",
         *data.notes,
-        data.advice,
     ]
 
 

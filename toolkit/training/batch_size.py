@@ -9,6 +9,7 @@ import gc
 import math
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -73,7 +74,8 @@ def _fits(
     try:
         model.to(device)
         reserved = torch.empty(_STATE_BYTES * trained, dtype=torch.uint8, device=device)
-        batch = collate(split.longest(size))
+        longest = np.argsort(-split.lengths, kind="stable")[:size]
+        batch = collate(longest)
         with autocast(accelerator):
             logits = model(**batch.inputs).logits
         logits.float().logsumexp(-1).mean().backward()

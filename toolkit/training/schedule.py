@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from toolkit.config import TrainingSettings
-from toolkit.data.batches import accumulation_of
+from toolkit.data.batches import micro_batch_samples
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError
 
@@ -36,8 +36,10 @@ def make_schedule(settings: TrainingSettings, train: Split, processes: int) -> S
     samples = settings.global_batch_size
     steps_per_epoch = math.ceil(len(train) / samples)
     total_steps = settings.max_steps or math.ceil(settings.num_train_epochs * steps_per_epoch)
-    per_device = settings.micro_batch_size
-    accumulation = accumulation_of(train, samples, per_device, processes, max_tokens)
+    fewest = micro_batch_samples(longest, settings.micro_batch_size, max_tokens)
+    if train.buckets is not None:  # each text may be of another
+        fewest = 1
+    accumulation = math.ceil(samples / (fewest * processes))
     return Schedule(
         steps_per_epoch=steps_per_epoch,
         total_steps=total_steps,

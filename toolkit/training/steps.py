@@ -24,9 +24,10 @@ from toolkit.config import TrainingSettings
 from toolkit.data.batches import (
     Batch,
     Collator,
-    GlobalBatches,
     Prefetcher,
+    collate_padded,
     collator_of,
+    epoch_order,
     micro_batches,
 )
 from toolkit.data.tokens import Split
@@ -97,7 +98,11 @@ class Step:
             steps.accelerator.num_processes,
             steps.settings.max_tokens_per_batch,
         )
-        return [partial(self.collate, indices) for indices in samples]
+        collations = []
+        for indices in samples:
+            size = max(1, len(indices))
+            collations.append(partial(collate_padded, self.collate, indices, size))
+        return collations
 
     def micro_batches(self, model: torch.nn.Module) -> Iterator[Batch]:
         """Yields this process's micro-batches, with the model in training mode. Its gradients are
@@ -237,7 +242,7 @@ class Steps:
         numbers = range(self.done, schedule.total_steps)
         by_epoch = itertools.groupby(numbers, lambda number: number // schedule.steps_per_epoch)
         for epoch, of_epoch in by_epoch:
-            order = GlobalBatches(
+            order = epoch_order(
                 train.lengths,
                 settings.global_batch_size,
                 settings.seed,
@@ -246,7 +251,8 @@ class Steps:
                 train.sampling_probabilities,
             )
             for number in of_epoch:
-                indices = order[number % schedule.steps_per_epoch]
+                start = number % schedule.steps_per_epoch * settings.global_batch_size
+                indices = order[start : start + settings.global_batch_size]
                 collate = self._collate.at(epoch)
                 denominator = collate.loss_denominators(indices).sum().item()
                 # 1 if no text has a target token: their loss is 0

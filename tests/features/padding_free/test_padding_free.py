@@ -175,8 +175,6 @@ def test_a_row(tokenizer: Any) -> None:
     assert batch.token_samples[0].tolist() == [0] * 20 + [1] * 60 + [2] + [3] * 7
     assert (batch.tokens, batch.samples, batch.ids.tolist()) == (81, 3, [2, 0, 6])
     assert packed(np.arange(7)).inputs["input_ids"].shape == (1, 125)  # max_tokens
-    nothing = packed(np.zeros(0, np.int64))  # for a rank without samples
-    assert (nothing.weights.tolist(), nothing.ids.tolist()) == ([0], [-1])
     short = packed(np.array([4, 5]))  # padding texts are no longer than the longest text
     assert short.inputs["attention_mask"].lengths == (3, 1, 3, 1)  # type: ignore[attr-defined]
     lengths = {round_up(tokens) for tokens in range(1024, 16385)}

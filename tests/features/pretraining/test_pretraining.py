@@ -24,10 +24,11 @@ from tests.architectures import make_architecture
 from tests.faults import refusal
 from tests.matrix import runs
 from tests.runs import lines_of, losses_of, recipe, start
+from tests.splits import global_batches
 from tests.test_long import converted
 from toolkit.config import build
-from toolkit.data.batches import Batch, GlobalBatches
-from toolkit.data.tokens import load_split
+from toolkit.data.batches import Batch
+from toolkit.data.token_files import load_split
 from toolkit.features.pretraining.data import MaskedSplit, MaskingCollator, Masks
 from toolkit.features.pretraining.model import (
     load_masked_model,
@@ -171,7 +172,7 @@ def test_a_plain_loop_has_the_same_losses(single: Runs, models: Runs) -> None:
     collate = MaskingCollator(split, tokenizer, CPU, SEED, 0.3)
     for number in range(STEPS):
         epoch, place = divmod(number, 6)
-        batch = collate.at(epoch)(GlobalBatches(split.lengths, 11, SEED, epoch)[place])
+        batch = collate.at(epoch)(global_batches(split.lengths, 11, SEED, epoch)[place])
         loss = model(**as_transformers(batch)).loss  # over all masked tokens of the batch
         loss.backward()
         optimizer.step()

@@ -7,15 +7,12 @@ from typing import Any
 import pytest
 
 from tests.faults import refusal
-from toolkit.config import TextSettings, build
 from toolkit.data.prepare import Data
-from toolkit.data.read import read_file
 from toolkit.features.titles.data import Titles
 from toolkit.features.titles.settings import TitleSettings
 
 Row = dict[str, Any]
 Prepare = Callable[..., Data]
-WriteRows = Callable[..., str]
 
 
 def news(count: int) -> list[Row]:
@@ -32,68 +29,45 @@ def prepared(prepared: Callable[..., Any]) -> Callable[..., Data]:
 
 
 @pytest.mark.parametrize(
-    ("columns", "title_column", "text", "expected"),
+    ("columns", "settings", "expected"),
     [
-        (["text", "title"], None, "text", "title"),
-        (["article", "highlights"], None, "article", "highlights"),
-        (["正文", "标题"], None, "正文", "标题"),
-        (["text", "Headline"], None, "text", "Headline"),
-        (
-            ["headline", "summary", "title", "text"],
-            None,
-            "text",
-            "title",
-        ),  # `title` before `summary`
-        (["text", "title", "lead"], "lead", "text", "lead"),
-        (["lead", "text", "title"], None, "lead,text", "title"),
-        (["title", "text", "lead"], "lead", "title,text", "lead"),
-        (["title,text", "title"], None, "title,text", "title"),  # one column of this name
+        (["text", "title"], {}, ("text", "title")),
+        (["article", "highlights"], {}, ("article", "highlights")),
+        (["正文", "标题"], {}, ("正文", "标题")),
+        (["text", "Headline"], {}, ("text", "Headline")),
+        (["headline", "title", "text"], {}, ("text", "title")),  # `title` before `headline`
+        (["text", "title", "lead"], {"title_column": "lead"}, ("text", "lead")),
+        (["lead", "text", "title"], {"text_column": "lead,text"}, ("lead,text", "title")),
+        (["title,text", "title"], {"text_column": "title,text"}, ("title,text", "title")),
         (
             ["text", "lead", "body"],
-            None,
-            "text",
+            {},
             ["which column is the title", "lead, body", "--title_column"],
         ),
-        (["text"], None, "text", ["which column is the title", "no other than the text"]),
+        (["text"], {}, ["which column is the title", "no other than the text"]),
         (
             ["text", "title"],
-            "titel",
-            "text",
-            ["no column 'titel'", "did you mean title?", "--title_column"],
+            {"title_column": "titel"},
+            ["no column 'titel'", "did you mean title?"],
         ),
         (
-            ["text", "title"],
-            "text",
-            "text",
-            ["'text' cannot be both text and title", "--title_column"],
+            ["text", "a", "b"],
+            {"title_column": "a,b"},
+            ["--title_column a,b: name one"],
         ),
-        (
-            ["text", "title"],
-            None,
-            "title",
-            ["'title' cannot be both text and title", "--text_column"],
-        ),
-        (
-            ["text", "title", "lead"],
-            None,
-            "title,text",
-            ["'title' cannot be both text and title", "--title_column"],
-        ),
+        (["text", "title"], {"title_column": "text"}, ["column text is to be read and predicted"]),
+        (["title"], {"text_column": "title"}, ["column title is to be read and predicted"]),
     ],
 )
 def test_the_column_of_titles(
-    write_rows: WriteRows,
-    columns: list[str],
-    title_column: str | None,
-    text: str,
-    expected: str | list[str],
+    prepared: Prepare, columns: list[str], settings: dict[str, Any], expected: Any
 ) -> None:
-    table = read_file(write_rows("a.jsonl", [dict.fromkeys(columns, "t")]), TextSettings())
-    settings = build(TitleSettings, {"title_column": title_column, "max_target_length": 9})
-    if isinstance(expected, str):
-        assert Titles.find(settings, table, text) == Titles(expected, 9)
+    rows = [dict.fromkeys(columns, f"film {number}") for number in range(4)]
+    if isinstance(expected, tuple):
+        data = prepared(rows, **settings)
+        assert (data.text_column, data.targets) == (expected[0], Titles(expected[1], 32))
     else:
-        refusal(Titles.find, settings, table, text, says=["a.jsonl", *expected])
+        refusal(prepared, rows, **settings, says=expected)
 
 
 def test_rows_and_files_without_a_title_are_named(prepared: Prepare) -> None:

@@ -28,9 +28,10 @@ from transformers import (
 from tests import inputs
 from tests.matrix import TITLES, runs, words_of
 from tests.runs import WAYS, lines_of, losses_of, slow_but, start
+from tests.splits import global_batches
 from tests.test_long import converted
 from toolkit.config import PretrainedSettings
-from toolkit.data.batches import GlobalBatches, Inputs
+from toolkit.data.batches import Inputs
 from toolkit.data.jieba_tokenizer import WordBackend
 from toolkit.data.tokenizer import load_tokenizer
 from toolkit.features.titles.evaluation import Writer
@@ -167,7 +168,7 @@ def test_the_loss_is_the_mean_over_the_tokens_of_all_titles(sharp_model: Path) -
         tokenizer(row["title"], truncation=True, max_length=LONGEST + 1)["input_ids"]
         for row in rows
     ]
-    first_batch = GlobalBatches(np.array([len(text) for text in texts]), 13, SEED, epoch=0)[0]
+    first_batch = global_batches(np.array([len(text) for text in texts]), 13, SEED, 0)[0]
     assert (
         np.ptp([len(titles[place]) for place in first_batch]) >= 8
     )  # or a mean of means would agree

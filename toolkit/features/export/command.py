@@ -14,7 +14,8 @@ import numpy as np
 
 from toolkit import launch
 from toolkit.data.labels import Labels
-from toolkit.data.tokens import LengthBuckets, Split, load_split
+from toolkit.data.token_files import load_split
+from toolkit.data.tokens import LengthBuckets, Split
 from toolkit.errors import UserError, first_line
 from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.metrics import classification_metrics

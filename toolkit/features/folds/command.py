@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.config import TextSettings
+from toolkit.data.columns import find_texts, require_columns
 from toolkit.data.labels import USUAL
 from toolkit.data.read import read_file
 from toolkit.data.table import Table
@@ -33,14 +34,10 @@ def run(options: argparse.Namespace, words: list[str]) -> None:
     runs = RecipeRuns(options.recipe, [*words, *passed], folder)
     settings = runs.settings | values
     table = _read(settings, reading_settings(options))
-    labels = table.find_columns(settings.get("label_column"), USUAL, "label_column")
-    if not labels:
-        raise table.ambiguous_column("label", "label_column", table.rows.column_names)
-    pair = settings.get("text_pair")
-    columns = table.text_column(settings.get("text_column"), [*labels, pair])
-    if pair:
-        columns += f",{pair}"
-    texts = [text for (block,) in table.text_blocks([columns], "\n") for text in block]
+    labels = require_columns(table, settings.get("label_column"), "label_column", USUAL)
+    columns = find_texts(table, settings.get("text_column"), settings.get("text_pair"), labels)
+    blocks = table.read([",".join(columns)], "\n").texts()
+    texts = [text for (block,) in blocks for text in block]
     cells = map(repr, table.rows.select_columns(list(labels)))
     seed = settings.get("data_seed") or settings.get("seed", 42)
     held_out = held_out_rows(texts, cells, options.folds, seed)

@@ -56,7 +56,7 @@ def evaluate_file(options: Any) -> None:
         return
     with explain_write_errors(out), replace_folder(out) as folder:
         lines = _write_folder(job, folder, evaluation, answers)
-        rows = list(map(join_pair, *texts)) if len(texts) > 1 else texts[0]
+        rows = list(map(join_pair, *texts))
         write_report(Record.load(folder), rows, name=out.resolve().name)
     print(f"{len(split)} rows: {evaluation}")
     for line in [*class_lines(evaluation), *answers.describe(evaluation), *lines]:

@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from toolkit.data.batches import IGNORED, Batch, Collator
-from toolkit.data.encode import append_to_npy, cut_long_texts
+from toolkit.data.encode import cut_long_texts
 from toolkit.data.jieba_tokenizer import load_jieba
 from toolkit.data.table import Table
 from toolkit.data.targets import Targets
+from toolkit.data.token_files import append_to_npy
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError
 from toolkit.evaluation.outputs import Evaluation, Outputs
@@ -122,8 +123,6 @@ class MaskingCollator(Collator):
         """The labels (B, K) are the original tokens at the masked positions, which are the input
         `target_positions` (B, K), padded with IGNORED."""
         batch = super().__call__(indices)
-        if not len(indices):
-            indices = np.zeros(1, np.int64)
         lengths = self.split.lengths[indices]
         is_masked = self.masks(indices)
         ids = self.split.gather(self.split.input_ids, indices)
@@ -206,7 +205,7 @@ class Masks(Targets):
         return {"words": None}
 
     @classmethod
-    def find(cls, settings: Any, table: Table, text_column: str) -> Masks:
+    def find(cls, settings: Any, table: Table, columns: tuple[str, ...]) -> Masks:
         return cls(settings.masking.whole_word_mask)
 
     def save(self, folder: Path, table: Table, encoded: np.ndarray, tokenizer: Any) -> list[str]:
@@ -248,7 +247,7 @@ def _save_words(folder: Path, table: Table, tokenizer: Any, max_length: int) -> 
     tokenizer(["a"], **options)  # sets the truncation, for `cut_long_texts`
     texts_done = 0
     with append_to_npy(folder / "words.npy", np.bool_) as append:
-        for block, _ in table.texts():
+        for (block,) in table.texts():
             texts = cut_long_texts(tokenizer, block, max_length)
             encoded = tokenizer(list(texts), return_offsets_mapping=True, **options)
             for text, offsets in zip(texts, encoded["offset_mapping"], strict=True):

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from toolkit.data.batches import IGNORED, Batch, Collator
-from toolkit.data.encode import encode_blocks, save_texts, save_tokens
+from toolkit.data.encode import encode_blocks
 from toolkit.data.table import Table, TextBlock
 from toolkit.data.targets import Targets
+from toolkit.data.token_files import save_texts, save_tokens
 from toolkit.data.tokens import Split, gather_slices, read_lines
 from toolkit.errors import UserError
 from toolkit.utils.extras import require_extra
@@ -29,8 +30,6 @@ class TitleCollator(Collator):
         """`labels` (B, T) are `decoder_input_ids` (B, T) shifted by one token, IGNORED after the
         end of a title."""
         batch = super().__call__(indices)
-        if not len(indices):
-            indices = np.zeros(1, np.int64)
         titles, lengths = gather_slices(self.split.target_ids, self.split.target_offsets, indices)
         first = lengths.cumsum() - lengths
         last = lengths.cumsum() - 1
@@ -58,7 +57,7 @@ class TitleSplit(Split):
 
     def titles(self) -> list[str]:
         """The reference titles; saved for validation and test splits only."""
-        return read_lines(self.folder / "titles.jsonl")
+        return [title for (title,) in read_lines(self.folder / "titles.jsonl")]
 
 
 @dataclass(frozen=True)
@@ -93,27 +92,21 @@ class Titles(Targets):
         return {"title_column": data.title_column, "max_target_length": data.max_target_length}
 
     @classmethod
-    def find(cls, settings: Any, table: Table, text_column: str) -> Titles:
-        columns = table.find_columns(settings.data.title_column, USUAL, "title_column")
-        texts = table.columns_of(text_column)
-        if len(columns) != 1:
-            others = [name for name in table.rows.column_names if name not in texts]
-            raise table.ambiguous_column("title", "title_column", others)
-        if columns[0] in texts:
-            why = f"column {columns[0]!r} cannot be both text and title"
-            raise UserError(f"{table.name}: {why}: name --text_column and --title_column")
+    def find(cls, settings: Any, table: Table, columns: tuple[str, ...]) -> Titles:
+        if len(columns) > 1:
+            raise UserError(f"--title_column {','.join(columns)}: name one column")
         return cls(columns[0], settings.data.max_target_length)
 
     def missing(self, table: Table) -> np.ndarray:
         if self.column not in table.rows.column_names:
             return np.ones(len(table), bool)
-        return np.array([not title for block in self._titles(table) for title in block])
+        return np.array([not title for (block,) in self._titles(table) for title in block])
 
     def save(self, folder: Path, table: Table, encoded: np.ndarray, tokenizer: Any) -> list[str]:
         """Writes `target_ids`, `target_offsets`, unused `labels`, and, for validation and test, the
         titles."""
         super().save(folder, table, encoded, tokenizer)
-        titles: Iterator[TextBlock] = ((block, None) for block in self._titles(table))
+        titles = self._titles(table)
         if folder.name != "train":
             titles = save_texts(folder / "titles.jsonl", titles)
         # + 1: the start token, which is not predicted
@@ -133,6 +126,6 @@ class Titles(Targets):
     def describe(self) -> str:
         return f"titles of at most {self.max_length} tokens, from column {self.column}"
 
-    def _titles(self, table: Table) -> Iterator[list[str]]:
+    def _titles(self, table: Table) -> Iterator[TextBlock]:
         for _, (cells,) in table.cells((self.column,)):
-            yield ["" if cell is None else " ".join(str(cell).split()) for cell in cells]
+            yield [["" if cell is None else " ".join(str(cell).split()) for cell in cells]]
