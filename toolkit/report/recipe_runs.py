@@ -47,14 +47,16 @@ class RecipeRuns:
         if task not in classes:
             return {}
         demo = Path(self.recipe).with_name(f"{task}_demo.yaml")
-        arguments = [*split_arguments(self.words)[1], *words]
-        return config.flat(config.parse(classes[task], arguments, demo if demo.is_file() else None))
+        _, own_words = split_arguments(self.words)
+        arguments = [*own_words, *words]
+        settings = config.parse(classes[task], arguments, demo if demo.is_file() else None)
+        return config.flat(settings)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Keeps other commands out of the folder. A stop signal then ends this command, and its
         run with a checkpoint. Raises UserError if another command writes there."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGHUP):  # Ctrl-C does so by itself
             if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP under nohup
                 signal.signal(number, lambda number, frame: sys.exit(128 + number))
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -82,17 +84,18 @@ class RecipeRuns:
         name: str,
         settings: Mapping[str, Any],
         while_running: Callable[[], object] = lambda: None,
-    ) -> bool:
-        """Runs the recipe in the folder `name`; continues a run that was stopped, and moves that of
-        another command aside. Returns False if this command has ended there already. A stop signal,
-        or an error of `while_running`, stops it with a checkpoint. Raises UserError if it fails."""
+    ) -> None:
+        """Runs the recipe in the folder `name`, unless this command has ended there; continues a
+        run that was stopped, and moves that of another command aside. A stop signal, or an error of
+        `while_running`, stops it with a checkpoint. Raises UserError if it fails."""
         folder = self.folder / name
         command = self._identity(settings)
         record = self._record(name)
         if folder.exists() and record["command"] not in ("", command):
-            folder.rename(folder.with_name(f"{name}.old-{time.strftime('%Y%m%d-%H%M%S')}"))
+            stamp = time.strftime("%Y%m%d-%H%M%S")
+            folder.rename(folder.with_name(f"{name}.old-{stamp}"))
         elif folder.exists() and record["status"] not in ("", "running"):
-            return False
+            return
         self._write_record(name, command, "running")
         print(f"{name}:", *_options(settings), flush=True)
         _wait_for_last_checkpoint(folder)
@@ -103,14 +106,16 @@ class RecipeRuns:
         if error:
             raise UserError(f"{name} failed: {error}")
         self.set_status(name, "finished")
-        return True
 
     def _identity(self, settings: Mapping[str, Any]) -> str:
         """The command, with the content of the files that it names: another makes another run."""
         words = self.command(settings)
-        paths = [Path(word.rpartition("=")[2]) for word in words[1:]]
-        files = [f"# {path.name} {digest_of_file(path)}" for path in paths if path.is_file()]
-        return " ".join([shlex.join(words), *files])
+        identity = [shlex.join(words)]
+        for word in words[1:]:
+            path = Path(word.rpartition("=")[2])
+            if path.is_file():
+                identity.append(f"# {path.name} {digest_of_file(path)}")
+        return " ".join(identity)
 
     def _record(self, name: str) -> dict[str, str]:
         path = self.folder / f"{name}.json"
