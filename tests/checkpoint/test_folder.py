@@ -1,4 +1,5 @@
-"""toolkit/checkpoint/folder.py: what counts as a checkpoint, which are removed, and what best and last name."""
+"""toolkit/checkpoint/folder.py: what counts as a checkpoint, which are removed, and what best and last name. (Promise
+3.)"""
 
 import errno
 import json
@@ -12,18 +13,22 @@ import torch
 
 from toolkit.checkpoint import folder as folders
 
+TABLES = {
+    folders.WEIGHTS_FILE: {"weight": (torch.float32, (3,))},
+    folders.OPTIMIZER_FILE: {},
+}
+
 
 def save(checkpoints: Path, step: int, at: float | None = None, **facts: Any) -> Path:
     """A small checkpoint, as if it was saved `at` that time."""
     folder = folders.step_folder(checkpoints, step)
-    tables = {folders.WEIGHTS_FILE: {"weight": (torch.float32, (3,))}, folders.OPTIMIZER_FILE: {}}
     time = {} if at is None else {"saved_at": at}
 
     def write_others(draft: Path) -> None:
         (draft / "model").mkdir()
         (draft / "model" / "config.json").write_text("{}")
 
-    folders.save(folder, tables, [torch.ones(3)], {"step": step, **time, **facts}, write_others)
+    folders.save(folder, TABLES, [torch.ones(3)], {"step": step, **time, **facts}, write_others)
     return folder
 
 
@@ -37,15 +42,14 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+OLD = json.dumps({"format": 1, "files": {}})
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "a flipped bit": lambda folder: flip(folder / "weights.safetensors"),
     "a flipped bit of the state": lambda folder: flip(folder / "state.json"),
     "no state": lambda folder: (folder / "state.json").unlink(),
     "a missing file": lambda folder: (folder / "model" / "config.json").unlink(),
     "a truncated file": lambda folder: (folder / "optimizer.safetensors").write_bytes(b"123"),
-    "another format": lambda folder: (folder / "state.json").write_text(
-        json.dumps({"format": 1, "files": {}})
-    ),
+    "another format": lambda folder: (folder / "state.json").write_text(OLD),
 }
 
 
@@ -60,10 +64,9 @@ def test_damage_is_noticed(tmp_path: Path, what: str) -> None:
 
 def test_a_failed_save_leaves_nothing_and_the_earlier_one(tmp_path: Path) -> None:
     folder, before = save(tmp_path, 1), names_in(tmp_path)
-    tables = {folders.WEIGHTS_FILE: {"weight": (torch.float32, (3,))}}
-    write_others = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     with pytest.raises(OSError, match="No space"):
-        folders.save(folder, tables, [torch.zeros(3)], {"step": 1}, write_others)
+        folders.save(folder, TABLES, [torch.zeros(3)], {"step": 1}, full)
     assert names_in(tmp_path) == before
     assert folders.find_fault(folder) == ""
 
@@ -93,12 +96,13 @@ def test_the_best_is_never_removed(
 def test_the_links_of_a_resumed_run(tmp_path: Path) -> None:
     """It may have been killed before it set them."""
     older, newer = save(tmp_path, 4), save(tmp_path, 8)
-    (tmp_path / "best").symlink_to(newer.name)
-    (tmp_path / "last").symlink_to(older.name)
+    best, last = tmp_path / "best", tmp_path / "last"
+    best.symlink_to(newer.name)
+    last.symlink_to(older.name)
     folders.set_links(tmp_path, best_step=4)
-    assert ((tmp_path / "best").resolve(), (tmp_path / "last").resolve()) == (older, newer)
+    assert (best.resolve(), last.resolve()) == (older, newer)
     folders.set_links(tmp_path, best_step=5)
-    assert not (tmp_path / "best").is_symlink()
+    assert not best.is_symlink()
 
 
 def test_a_checkpoint_on_another_disk_keeps_its_files(tmp_path: Path) -> None:

@@ -42,44 +42,40 @@ def base(tiny_model: Path, tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-def write_run_of(live: Any, folder: Path, tiny_model: Path) -> None:
-    """A run's checkpoint of a live peft model, without what is frozen."""
-    trained = {name: each.detach() for name, each in live.named_parameters() if each.requires_grad}
-    frozen = {name: [] for name, each in live.named_parameters() if not each.requires_grad}
-    config = bert_config(tiny_model, folder.with_name("config"))
-    live.peft_config["default"].save_pretrained(config)
-    write_run(folder, trained, config, excluded=frozen, base_model="bert-base-chinese")
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_it_is_pefts_merge(variant: str, tiny_model: Path, base: Path, tmp_path: Path) -> None:
+    """Of a run's checkpoint, of an adapter, and of a whole state dict."""
     live = make_peft(tiny_model, **VARIANTS[variant])
     # what was trained beside the adapter is not lost
     norm = live.get_submodule("base_model.model.bert.embeddings.LayerNorm")
     norm.weight.requires_grad_(True)
-    write_run_of(live, tmp_path / "run", tiny_model)
+    config = bert_config(tiny_model, tmp_path / "config")
+    live.peft_config["default"].save_pretrained(config)
+    trained = {name: each.detach() for name, each in live.named_parameters() if each.requires_grad}
+    frozen = {name: [] for name, each in live.named_parameters() if not each.requires_grad}
+    write_run(tmp_path / "run", trained, config, excluded=frozen, base_model="bert-base-chinese")
     refusal(toolkit.convert, tmp_path / "run", tmp_path / "x", says=["bert-base", "--base_model"])
     live.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     torch.save(live.state_dict(), tmp_path / "whole.pt")
     expected = {name: each.clone() for name, each in live.merge_and_unload().state_dict().items()}
-    for name in ("run", "adapter", "whole.pt"):
+    for name, config_from in (("run", None), ("adapter", None), ("whole.pt", config)):
         out = tmp_path / f"out of {name}"
-        config = tmp_path / "config" if name == "whole.pt" else None
-        toolkit.convert(tmp_path / name, out, base_model=base, config_from=config)
+        toolkit.convert(tmp_path / name, out, base_model=base, config_from=config_from)
         torch.testing.assert_close(read_folder(out), expected, rtol=1e-6, atol=1e-6)
 
 
+CHANGES: dict[str, dict[str, Any]] = {
+    "[4, 33]": {"r": 4},
+    "pissa": {"init_lora_weights": "pissa"},
+    "key.lora_A": {"target_modules": ["query", "value", "key"]},
+    "value.lora_A": {"target_modules": ["query"]},
+    "lora_A": {"peft_type": "IA3"},
+}
+
+
 def test_what_cannot_be_merged_is_refused(tiny_model: Path, base: Path, tmp_path: Path) -> None:
-    live = make_peft(tiny_model)
-    live.save_pretrained(tmp_path / "adapter")
-    faults: list[tuple[str, dict[str, Any]]] = [
-        ("[4, 33]", {"r": 4}),
-        ("pissa", {"init_lora_weights": "pissa"}),
-        ("key.lora_A", {"target_modules": ["query", "value", "key"]}),
-        ("value.lora_A", {"target_modules": ["query"]}),
-        ("lora_A", {"peft_type": "IA3"}),
-    ]
-    for fault, change in faults:
+    make_peft(tiny_model).save_pretrained(tmp_path / "adapter")
+    for fault, change in CHANGES.items():
         copy = shutil.copytree(tmp_path / "adapter", tmp_path / "changed", dirs_exist_ok=True)
         edit_json(copy / "adapter_config.json", **change)
         refusal(toolkit.convert, copy, tmp_path / "out", base_model=base, says=[fault])

@@ -6,11 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    BigBirdConfig,
-    BigBirdForCausalLM,
-    BigBirdForSequenceClassification,
-)
+from transformers import BigBirdConfig, BigBirdForSequenceClassification
 
 from tests.faults import refusal
 from toolkit.models import bigbird
@@ -19,9 +15,8 @@ from toolkit.models.head_groups import head_groups
 
 SMALL: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
-    "sep_token_id": 2, "num_labels": 3,
+    "sep_token_id": 2, "num_labels": 3, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
-OFF = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 @pytest.fixture(autouse=True)
@@ -31,14 +26,10 @@ def _seeded() -> Iterator[None]:
         yield
 
 
-def make(
-    family: type = BigBirdForSequenceClassification,
-    training: bool = True,
-    sharpness: float = 40,
-    **changed: Any,
-) -> Any:
+def make(training: bool = True, sharpness: float = 40, **changed: Any) -> Any:
     """A small random BigBird with attention far from uniform."""
-    model = family(BigBirdConfig(**{**SMALL, **OFF, **changed})).train(training)
+    config = BigBirdConfig(**{**SMALL, **changed})
+    model = BigBirdForSequenceClassification(config).train(training)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "query" in name or "key" in name:
@@ -51,11 +42,8 @@ def fast(model: Any, attention: str = "auto") -> Any:
 
 
 def batch(length: int, padding: str = "none", samples: int = 2) -> dict[str, torch.Tensor]:
-    inputs = {
-        "input_ids": torch.randint(
-            3, 50, (samples, length), generator=torch.Generator().manual_seed(length)
-        )
-    }
+    generator = torch.Generator().manual_seed(length)
+    inputs = {"input_ids": torch.randint(3, 50, (samples, length), generator=generator)}
     if padding != "none":
         mask = torch.ones(samples, length, dtype=torch.long)
         mask[0, 0 if padding == "a whole sample" else length - length // 3 :] = 0
@@ -75,19 +63,15 @@ def compare(
         embedded = encoder.embeddings.word_embeddings(inputs["input_ids"]).detach().requires_grad_()
         others = {name: value for name, value in inputs.items() if name != "input_ids"}
         hidden = encoder(inputs_embeds=embedded, **others).last_hidden_state
-        weights = (
-            torch.linspace(-1, 1, hidden.numel(), dtype=torch.float64).view_as(hidden).to(hidden)
-        )
-        (hidden * weights).sum().backward()
-        grads = {
-            name: each.grad for name, each in encoder.named_parameters() if each.grad is not None
-        }
+        weights = torch.linspace(-1, 1, hidden.numel(), dtype=torch.float64).view_as(hidden)
+        (hidden * weights.to(hidden)).sum().backward()
+        grads = {name: each.grad for name, each in encoder.named_parameters()}
         outputs.append((hidden.detach(), {"inputs": embedded.grad, **grads}))
     (hidden, grads), (expected_hidden, expected_grads) = outputs
     torch.testing.assert_close(hidden, expected_hidden, rtol=forward, atol=forward)
     for name, expected in expected_grads.items():
-        if name not in grads:  # of the word embeddings that pad a batch to blocks
-            assert not expected.any(), name
+        if grads[name] is None:  # of the word embeddings that pad a batch to blocks
+            assert expected is None or not expected.any(), name
             continue
         scale = expected.abs().max().clamp(min=1.0).item()
         torch.testing.assert_close(
@@ -133,17 +117,6 @@ def test_groups_of_samples_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_same_dropout_with_the_same_seed(training: bool) -> None:
-    """Hidden dropout draws the same numbers; both sparse attentions ignore attention dropout."""
-    reference = make(training=training, hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.5)
-    logits = []
-    for model in (fast(reference), reference):
-        torch.manual_seed(7)
-        logits.append(model(**batch(1088)).logits)
-    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("training", [True, False])
 def test_a_short_batch_runs_full_and_changes_nothing(training: bool) -> None:
     reference = make(training=training)
     model = fast(reference)
@@ -156,19 +129,13 @@ def test_a_short_batch_runs_full_and_changes_nothing(training: bool) -> None:
 
 
 def test_full_attention_by_name() -> None:
-    sparse = make()
-    reference, by_hand = copy.deepcopy(sparse), fast(copy.deepcopy(sparse))
+    reference = make()
+    model = fast(reference, "full")
     reference.bert.set_attention_type("original_full")
-    model = fast(sparse, "full")
     for inputs in (batch(1024, "right"), batch(1101), batch(90, "right")):
         compare(model, reference, inputs, 1e-5, 1e-5)
-    by_hand.bert.set_attention_type("original_full")
-    compare(by_hand, reference, batch(1024, "right"), 1e-5, 1e-5)
-    for each in (model, by_hand):
-        # saved: it is loaded as it was trained
-        assert each.config.attention_type == "original_full"
-    already_full = make(attention_type="original_full")
-    compare(fast(already_full, "full"), already_full, batch(800, "right"), 1e-5, 1e-5)
+    assert model.config.attention_type == "original_full"  # saved: it is loaded as it was trained
+    compare(fast(reference, "full"), reference, batch(800, "right"), 1e-5, 1e-5)
 
 
 def test_no_tensor_of_size_s_times_s() -> None:
@@ -196,36 +163,23 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_bfloat16_weights_and_autocast(training: bool) -> None:
+def test_autocast(training: bool) -> None:
     """With an error like that of transformers in bfloat16 (whose autocast crashes on a CPU)."""
     exact = make(training=training)
     inputs = batch(1024, "right")
     expected = exact(**inputs).logits
     theirs = (copy.deepcopy(exact).bfloat16()(**inputs).logits - expected).abs().max()
     model = fast(exact)
-    lower = copy.deepcopy(model).bfloat16()
-    logits = lower(**inputs).logits
-    logits.float().sum().backward()
     with torch.autocast("cpu", torch.bfloat16):
-        cast = model(**inputs).logits
-    cast.float().sum().backward()
-    for lowered in (logits, cast):
-        assert lowered.dtype == torch.bfloat16
-        assert (lowered - expected).abs().max() <= 2 * theirs + 1e-2
-    grads = [
-        each.grad for each in [*lower.parameters(), *model.parameters()] if each.grad is not None
-    ]
-    assert all(torch.isfinite(grad).all() for grad in grads)
+        logits = model(**inputs).logits
+    logits.float().sum().backward()
+    assert logits.dtype == torch.bfloat16
+    assert (logits - expected).abs().max() <= 2 * theirs + 1e-2
+    assert all(each.grad is None or each.grad.isfinite().all() for each in model.parameters())
 
 
 def test_errors() -> None:
-    model = make()
-    refusal(bigbird.install, model, "gatherd", match="did you mean gathered")
+    refusal(bigbird.install, make(), "gatherd", match="did you mean gathered")
     refusal(bigbird.install, torch.nn.Linear(2, 2), match="no BigBird encoder")
-    decoder = make(BigBirdForCausalLM, attention_type="original_full", is_decoder=True)
-    refusal(bigbird.install, decoder, match="no BigBird encoder")
-    refusal(
-        bigbird.install, make(attention_type="original_full"), match="attention_type='block_sparse'"
-    )
-    bigbird.install(model)
-    refusal(model, **batch(1024), output_attentions=True, match="output_attentions")
+    full = make(attention_type="original_full")
+    refusal(bigbird.install, full, match="attention_type='block_sparse'")

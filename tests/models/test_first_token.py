@@ -8,9 +8,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import transformers
-from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from tests.models.test_classifier import classifier_of
 from toolkit.config import ModelSettings
 from toolkit.models.classifier import load_saved_classifier
 from toolkit.models.first_token import read_first_token_only
@@ -24,10 +23,13 @@ IDS = torch.randint(3, 50, (4, 17), generator=torch.Generator().manual_seed(1))
 MASK = (torch.arange(17) < torch.tensor([[17], [3], [9], [1]])).long()
 
 
-def make(family: str) -> Any:
+def pair(family: str) -> tuple[Any, Any]:
+    """A model, and its copy that is shortened."""
     torch.manual_seed(3)
-    config = AutoConfig.for_model(family, **SMALL, num_labels=3, pad_token_id=0)
-    return AutoModelForSequenceClassification.from_config(config).double().train()
+    model = classifier_of(family, SMALL, num_labels=3, pad_token_id=0).double().train()
+    shortened = copy.deepcopy(model)
+    read_first_token_only(shortened)
+    return model, shortened
 
 
 def width_of_last(model: Any, encoder: str = "bert", **options: Any) -> int:
@@ -41,25 +43,21 @@ def width_of_last(model: Any, encoder: str = "bert", **options: Any) -> int:
 @pytest.mark.parametrize("family", ["bert", "roberta", "xlm-roberta", "camembert", "electra"])
 @pytest.mark.parametrize("kind", ["padded", "unpadded", "recomputed", "lora"])
 def test_same_logits_and_gradients(family: str, kind: str) -> None:
-    model = make(family)
-    shortened = copy.deepcopy(model)
-    encoder = shortened.base_model_prefix
-    read_first_token_only(shortened)
+    model, shortened = pair(family)
     if kind == "recomputed":
         shortened.gradient_checkpointing_enable({"use_reentrant": False})
     if kind == "lora":
         for each in (model, shortened):
             add_lora(each, ModelSettings(lora_r=2, lora_target_modules="all-linear"))
         moved = {
-            name: weight + 0.1 * torch.randn_like(weight)
-            for name, weight in model.state_dict().items()
+            name: each + torch.randn_like(each) / 9 for name, each in model.state_dict().items()
         }
-        shortened.load_state_dict(moved)
-        model.load_state_dict(moved)
-    inputs = (
-        {"input_ids": IDS} if kind == "unpadded" else {"input_ids": IDS, "attention_mask": MASK}
-    )
-    assert width_of_last(shortened, encoder) == 1
+        for each in (model, shortened):
+            each.load_state_dict(moved)
+    inputs = {"input_ids": IDS}
+    if kind != "unpadded":
+        inputs["attention_mask"] = MASK
+    assert width_of_last(shortened, model.base_model_prefix) == 1
     logits, expected = shortened(**inputs).logits, model(**inputs).logits
     torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
     for outputs in (logits, expected):
@@ -74,25 +72,24 @@ class Mean(torch.nn.Module):
         return states.mean(1)
 
 
+def last_layer_again(model: Any, copied: bool) -> None:
+    layers = model.bert.encoder.layer
+    layers.append(copy.deepcopy(layers[-1]) if copied else layers[-1])
+
+
 # changes of a BERT after which it computes every position
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "hidden states": lambda model: setattr(model.config, "output_hidden_states", True),
     "another head": lambda model: setattr(model.bert, "pooler", Mean()),
-    "a layer more": lambda model: model.bert.encoder.layer.append(
-        copy.deepcopy(model.bert.encoder.layer[-1])
-    ),
-    "the last layer twice": lambda model: model.bert.encoder.layer.append(
-        model.bert.encoder.layer[-1]
-    ),
+    "a layer more": lambda model: last_layer_again(model, True),
+    "the last layer twice": lambda model: last_layer_again(model, False),
     "a layer fewer": lambda model: model.bert.encoder.layer.pop(-1),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_position_where_it_may_be_read(change: str) -> None:
-    reference = make("bert")
-    model = copy.deepcopy(reference)
-    read_first_token_only(model)
+    reference, model = pair("bert")
     for each in (model, reference):
         CHANGES[change](each)
     assert width_of_last(model) == 17
@@ -101,15 +98,7 @@ def test_every_position_where_it_may_be_read(change: str) -> None:
 
 
 def test_a_saved_model_and_others(tmp_path: Path) -> None:
-    model = make("bert")
-    model.save_pretrained(tmp_path)
+    classifier_of("bert", SMALL).save_pretrained(tmp_path)
     saved = load_saved_classifier(ModelSettings(model_name_or_path=str(tmp_path)))
     assert width_of_last(saved) == 1
-    config = transformers.DistilBertConfig(
-        dim=24, n_layers=1, n_heads=2, hidden_dim=30, vocab_size=50
-    )
-    read_first_token_only(transformers.DistilBertForSequenceClassification(config))  # nothing
-    read_first_token_only(model)
-    torch.save(model, tmp_path / "model.pt")
-    pickled = torch.load(tmp_path / "model.pt", weights_only=False)
-    torch.testing.assert_close(pickled(IDS).logits, model(IDS).logits)
+    read_first_token_only(classifier_of("distilbert"))  # nothing

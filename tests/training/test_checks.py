@@ -1,5 +1,6 @@
-"""toolkit/training/checks.py: what an edited loop calls wrongly is an error in its first steps."""
+"""toolkit/training/checks.py: what an edited loop calls wrongly is an error in its first steps. (Promise 5.)"""
 
+import copy
 import shutil
 import sys
 from collections.abc import Callable
@@ -8,16 +9,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 
 from tests.faults import refusal
 from tests.runs import ROOT
+from tests.splits import of_lengths
 from tests.training.test_optimizer import accelerator_with, tiny
-from tests.training.test_schedule import TOKENIZER, Toy, split_of
 from toolkit.config import TrainingSettings
+from toolkit.data.batches import Batch
 from toolkit.launch.environment import OTHER_RANDOMNESS
+from toolkit.objective.losses import sample_losses
 from toolkit.training import verified
 from toolkit.training.checks import check_before_prepare, check_tokenizer
 from toolkit.training.optimizer import make_scheduler
@@ -33,60 +37,51 @@ def check(model: torch.nn.Module, parameters: Any) -> None:
 def test_the_optimizer_has_exactly_the_trained_parameters() -> None:
     model, temperature = tiny("bert"), torch.nn.Parameter(torch.ones(7))
     refusal(check, model, [*model.parameters(), temperature], says=["(7,)"])
-    head = [*model.classifier.parameters()]  # type: ignore[union-attr]
+    head = [*model.classifier.parameters()]
     refusal(check, model, head, says=["bert.embeddings.word_embeddings.weight", "more"])
-    model.base_model.requires_grad_(False)  # type: ignore[operator, union-attr]
-    model.base_model.bfloat16()  # type: ignore[operator, union-attr]
+    model.base_model.requires_grad_(False)
+    model.base_model.bfloat16()
     check(model, head)
     refusal(check, model.half(), head, says=["classifier.weight", "16 bits"])
 
 
-@pytest.mark.parametrize("kind", ["zero2", "zero3", "fsdp2"])
-def test_an_optimizer_of_whole_parameters_needs_a_verification(
-    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp2"])
+def test_what_no_verification_covers(
+    strategy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    model = tiny("bert")
-    stage = {"stage": int(kind[-1])} if kind != "fsdp2" else {"is_fsdp2": True}
-    accelerator = accelerator_with({} if kind != "fsdp2" else None, **stage)
-    own = type("SGD", (torch.optim.SGD,), {"__module__": "own"})(model.parameters(), lr=0.1)
-    check_before_prepare(accelerator_with(), model, own)
-    check_before_prepare(accelerator, model, torch.optim.AdamW(model.parameters()))
-    for optimizer in (own, torch.optim.Adafactor(model.parameters())):
-        says = [type(optimizer).__name__, kind, "ddp", "toolkit verify"]
-        refusal(check_before_prepare, accelerator, model, optimizer, says=says)
-    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
-    digest = str(verified.script_digest())
-    path = verified.record_path(digest, kind)
-    path.parent.mkdir(parents=True)
-    path.touch()
-    check_before_prepare(accelerator, model, own)
-    path.rename(path.with_name("zero1"))
-    refusal(check_before_prepare, accelerator, model, own, says=[kind])
-    monkeypatch.setenv(OTHER_RANDOMNESS, "0")  # it is being verified
-    check_before_prepare(accelerator, model, own)
-
-
-def test_a_run_of_an_edited_recipe_that_was_not_verified(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    """An edited recipe prints a line; an optimizer that may need whole parameters is an error."""
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     recipe = tmp_path / "my_recipe.py"
     recipe.write_text("edited")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(recipe), raising=False)
-    accelerator = accelerator_with({}, stage=3)
-    note = verified.verification_note(accelerator)
-    assert note == f"my_recipe.py is not verified under zero3: toolkit verify {recipe}"
-    path = verified.record_path(str(verified.script_digest()), "zero3")
-    path.parent.mkdir(parents=True)
-    path.with_name("zero2").touch()
-    assert verified.verification_note(accelerator) == note
-    path.touch()
+    model = tiny("bert")
+    accelerator = accelerator_with(is_fsdp2=True)
+    if strategy != "fsdp2":
+        accelerator = accelerator_with({}, stage=int(strategy[-1]))
+    own = type("SGD", (torch.optim.SGD,), {"__module__": "own"})(model.parameters(), lr=0.1)
+    check_before_prepare(accelerator, model, torch.optim.AdamW(model.parameters()))
+    check_before_prepare(accelerator_with(), model, own)  # under DDP
+    note = f"my_recipe.py is not verified under {strategy}: toolkit verify {recipe}"
+
+    def assert_unknown() -> None:
+        for optimizer in (own, torch.optim.Adafactor(model.parameters())):
+            says = [type(optimizer).__name__, strategy, "ddp", "toolkit verify"]
+            refusal(check_before_prepare, accelerator, model, optimizer, says=says)
+        assert verified.verification_note(accelerator) == note
+
+    record = verified.record_path(str(verified.script_digest()), strategy)
+    record.parent.mkdir(parents=True)
+    record.with_name("zero1").touch()
+    assert_unknown()
+    record.touch()
+    check_before_prepare(accelerator, model, own)
     assert verified.verification_note(accelerator) is None
     recipe.write_text("edited again")
-    assert verified.verification_note(accelerator) is not None
+    assert_unknown()
     shutil.copy(ROOT / "recipes" / "cls.py", recipe)
     assert verified.verification_note(accelerator) is None
+    monkeypatch.setenv(OTHER_RANDOMNESS, "0")  # it is being verified
+    check_before_prepare(accelerator, model, own)
 
 
 def test_tokens_that_no_text_has() -> None:
@@ -97,80 +92,99 @@ def test_tokens_that_no_text_has() -> None:
     refusal(check_tokenizer, Tokenizer("abc"), says=["1 tokens", "--model_name_or_path"])
 
 
-def compiled(it: Any) -> None:
-    it.step.micro_batches(torch.compile(it.model)).__next__()
+TOKENIZER = SimpleNamespace(pad_token_id=0, padding_side="right")
 
 
-Loop = Callable[[Any], object]
-# what is done in each micro-batch, and parts of the error
-LOOPS: dict[str, tuple[Loop, tuple[str, ...]]] = {
-    "as it should be": (lambda it: it.backward(it.mean(it.losses())), ()),
-    "a term in the losses": (
-        lambda it: it.backward(it.mean(it.losses() + it.model.words.weight.square().sum())), ()),
-    "a mean of its own": (
-        lambda it: it.backward(it.losses().mean()), ("step 1", "0 means", "0 backward")),
-    "two means": (
-        lambda it: it.backward(it.mean(it.losses()) + it.mean(it.losses())), ("step 1", "means")),
-    "two backward passes": (
-        lambda it: [it.backward(mean, retain_graph=True) for mean in [it.mean(it.losses())] * 2],
-        ("step 1", "8 backward passes")),
-    "no backward pass": (lambda it: it.mean(it.losses()), ("step 1", "0 backward passes")),
-    "a micro-batch left out": (
-        lambda it: it.number == 1 or it.backward(it.mean(it.losses())), ("step 1", "3 means")),
+class Toy(torch.nn.Module):
+    """Embeds a text as the mean of its tokens, and predicts two classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(20, 5)
+        self.classes = torch.nn.Linear(5, 2)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """The losses (B,)."""
+        text = self.words(batch.inputs["input_ids"]).mean(1)  # (B, 5)
+        return sample_losses(self.classes(text), batch.labels, "single_label_classification")
+
+
+def as_it_should_be(it: Any) -> None:
+    it.backward(it.mean(it.losses()))
+
+
+def backward_twice(it: Any) -> None:
+    mean = it.mean(it.losses())
+    it.backward(mean, retain_graph=True)
+    it.backward(mean)
+
+
+def freeze(it: Any) -> None:
+    as_it_should_be(it)
+    it.model.words.requires_grad_(False)
+
+
+def mean_of_a_part(it: Any) -> None:
+    it.mean(it.model.words(it.batch.inputs["input_ids"]).sum((1, 2)))
+
+
+# what is done with each micro-batch -> parts of the error
+LOOPS: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
+    "a mean of its own": (lambda it: it.backward(it.losses().mean()), ("step 1", "0 means", "0 back")),
+    "two backward passes": (backward_twice, ("step 1", "8 backward passes")),
     "losses in bf16": (lambda it: it.mean(it.losses().bfloat16()), ("bfloat16", "float()")),
     "losses without gradients": (lambda it: it.mean(it.losses().detach()), ("detach()",)),
     "one loss of a batch": (lambda it: it.mean(it.losses().mean()), ("reduction='none'",)),
-    "a part of the model": (
-        lambda it: it.mean(it.model.words(it.batch.inputs["input_ids"]).sum((1, 2))),
-        ("the model that `prepare` returned",)),
-    "another model": (compiled, ("step 1", "the model that `prepare` returned")),
-    "requires_grad changed": (
-        lambda it: (it.backward(it.mean(it.losses())), it.model.words.requires_grad_(False)),
-        ("step 2", "words.weight")),
-    "no zero_grad": (lambda it: it.backward(it.mean(it.losses())), ("step 2", "zero_grad")),
-    "no step": (lambda it: it.backward(it.mean(it.losses())), ("step 1", "optimizer.step()")),
-    "no scheduler": (lambda it: it.backward(it.mean(it.losses())), ("step 1", "scheduler.step()")),
-    "no micro-batches": (lambda it: it.backward(it.mean(it.losses())), ("step 2", "0 means")),
-    "dropout in the evaluation": (
-        lambda it: it.backward(it.mean(it.losses())), ("model.eval()",)),
-    "no norm": (lambda it: it.backward(it.mean(it.losses())), ("step 1", "clip_grad_norm_")),
+    "a part of the model": (mean_of_a_part, ("the model that `prepare` returned",)),
+    "another model": (
+        lambda it: next(it.step.micro_batches(copy.deepcopy(it.model))),
+        ("step 1", "the model that `prepare` returned")),
+    "requires_grad changed": (freeze, ("step 2", "words.weight")),
 }  # fmt: skip
+# what a loop leaves out -> parts of the error
+LEFT_OUT: dict[str, tuple[str, ...]] = {
+    "nothing": (),
+    "optimizer.zero_grad()": ("step 2", "zero_grad"),
+    "optimizer.step()": ("step 1", "optimizer.step()"),
+    "scheduler.step()": ("step 1", "scheduler.step()"),
+    "the norm": ("step 1", "clip_grad_norm_"),
+    "model.eval()": ("model.eval()",),
+}
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", [*LOOPS, *LEFT_OUT])
 def test_a_loop_that_would_train_otherwise(name: str, no_launcher: None) -> None:
-    micro_batch, says = LOOPS[name]
+    micro_batch, says = LOOPS.get(name) or (as_it_should_be, LEFT_OUT[name])
     settings = TrainingSettings(global_batch_size=16, num_train_epochs=2, per_device_batch_size=4)
     accelerator = Accelerator(cpu=True)
-    model = Toy()
-    model.tokens.requires_grad_(False)
-    trained = [each for each in model.parameters() if each.requires_grad]
-    optimizer: Any = torch.optim.SGD(trained, lr=0.1)
-    schedule = make_schedule(settings, split_of(), 1)
+    model: Any = Toy()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    split = of_lengths(np.full(50, 8))
+    schedule = make_schedule(settings, split, 1)
     model, optimizer = prepare_for_strategy(accelerator, settings, schedule, model, optimizer)
     scheduler = make_scheduler(optimizer, settings, schedule.total_steps)
-    steps = Steps(
-        accelerator, split_of(), TOKENIZER, settings, schedule, model, optimizer, scheduler
-    )
+    steps = Steps(accelerator, split, TOKENIZER, settings, schedule, model, optimizer, scheduler)
 
     def loop() -> None:
         for step in steps:
-            skips = name == "no micro-batches" and step.number > 1
-            for number, batch in enumerate([] if skips else step.micro_batches(model)):
-                losses = partial(model, batch)
-                micro_batch(SimpleNamespace(step=step, backward=accelerator.backward, mean=step.mean, losses=losses,
-                                            model=model, batch=batch, number=number))  # fmt: skip
-            if name != "no step":
+            of_loop = {"step": step, "mean": step.mean, "backward": accelerator.backward}
+            for batch in step.micro_batches(model):
+                of_batch = {"model": model, "batch": batch, "losses": partial(model, batch)}
+                micro_batch(SimpleNamespace(**of_loop, **of_batch))
+            if name != "optimizer.step()":
                 optimizer.step()
-            if name != "no zero_grad":
+            if name != "optimizer.zero_grad()":
                 optimizer.zero_grad()
-            if name != "no scheduler":
+            if name != "scheduler.step()":
                 scheduler.step()
-            step.grad_norm = None if name == "no norm" else 1.0
+            step.grad_norm = None if name == "the norm" else 1.0
             list(steps.finish(step))
-            if name != "dropout in the evaluation":
+            if name != "model.eval()":
                 model.eval()
             with torch.no_grad():
                 model(batch)
 
-    refusal(loop, says=says) if says else loop()
+    if says:
+        refusal(loop, says=says)
+    else:
+        loop()

@@ -20,122 +20,97 @@ from toolkit.training.schedule import make_schedule
 from toolkit.training.zero import _refuse_unusable, _set_config
 
 
-def tiny(model_type: str) -> torch.nn.Module:
+def tiny(model_type: str) -> Any:
     sizes = FAMILIES.get(model_type, SIZES)
     config = AutoConfig.for_model(model_type, max_position_embeddings=40, num_labels=3, **sizes)
     return AutoModelForSequenceClassification.from_config(config)
 
 
-def groups_of(
-    groups: list[dict[str, Any]], model: torch.nn.Module, key: str = "weight_decay"
-) -> dict[str, float]:
-    """Parameter name -> its decay, or another value of its group; fails for a parameter in two groups."""
+def by_name(model: torch.nn.Module, key: str = "weight_decay", **options: Any) -> dict[str, float]:
+    """Parameter name -> a value of its group; fails for a parameter in two groups."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     values: dict[str, float] = {}
-    for group in groups:
+    for group in parameter_groups(model, 0.1, **options):
         for parameter in group["params"]:
             assert names[id(parameter)] not in values
             values[names[id(parameter)]] = group[key]
     return values
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", [*FAMILIES, "big_bird"])
 def test_groups_of_every_family(model_type: str) -> None:
     """Vectors are biases and norms. Sharded parameters have other shapes: the groups depend on names only."""
     model = tiny(model_type)
-    expected = {
-        name: 0.1 if parameter.ndim > 1 else 0.0 for name, parameter in model.named_parameters()
-    }
-    assert groups_of(parameter_groups(model, 0.1), model) == expected
+    expected = {name: 0.1 * (each.ndim > 1) for name, each in model.named_parameters()}
     for parameter in model.parameters():
         parameter.data = torch.zeros(0)
-    assert groups_of(parameter_groups(model, 0.1), model) == expected
+    assert by_name(model) == expected
+    layers = 1 if model_type == "albert" else 2  # one layer, used twice
+    for name, rate in by_name(model, "lr", learning_rate=1.0, layer_decay=0.5).items():
+        distance = 0
+        if "embed" in name:
+            distance = layers + 1
+        elif layer := re.search(r"layers?\.(\d)|layer_groups", name):
+            distance = layers - int(layer[1] or 0)
+        assert rate == 0.5**distance, name
+    groups = parameter_groups(model, 0.1, learning_rate=1.0, layer_decay=0.5)
+    assert groups[0]["lr"] == 1.0  # the rate that a run logs
 
 
 def test_norms_are_recognized_by_name_and_frozen_parameters_left_out() -> None:
     names = ("norm", "q_norm", "attn_norm", "final_layernorm", "input_layer_norm", "rmsnorm")
-    model = torch.nn.ModuleDict(
-        {name: torch.nn.RMSNorm(4) for name in names} | {"enormous": torch.nn.Linear(4, 4)}
-    )
-    decays = groups_of(parameter_groups(model, 0.1), model)
+    parts: dict[str, torch.nn.Module] = {name: torch.nn.RMSNorm(4) for name in names}
+    decays = by_name(torch.nn.ModuleDict({**parts, "enormous": torch.nn.Linear(4, 4)}))
     assert {name for name, decay in decays.items() if decay} == {"enormous.weight"}
     model = tiny("bert")
-    model.base_model.requires_grad_(False)  # type: ignore[operator, union-attr]
-    decays = groups_of(parameter_groups(model, 0.1), model)
-    assert decays == {"classifier.weight": 0.1, "classifier.bias": 0.0}
+    model.base_model.requires_grad_(False)
+    assert by_name(model) == {"classifier.weight": 0.1, "classifier.bias": 0.0}
 
 
-@pytest.mark.parametrize("model_type", [*FAMILIES, "big_bird"])
-def test_layerwise_lr_decay(model_type: str) -> None:
-    model = tiny(model_type)
-    groups = parameter_groups(model, 0.1, learning_rate=1.0, layer_decay=0.5)
-    rates = groups_of(groups, model, "lr")
-    layers = 1 if model_type == "albert" else 2  # one layer, used twice
-    for name in dict(model.named_parameters()):
-        if "embed" in name:
-            expected = 0.5 ** (layers + 1)
-        elif layer := re.search(r"layers?\.(\d)|layer_groups", name):
-            expected = 0.5 if not layer[1] or layer[1] == "1" else 0.25
-        else:
-            expected = 1.0
-        assert rates[name] == expected, name
-    assert groups[0]["lr"] == 1.0  # the rate that a run logs
-    assert {group["weight_decay"] for group in groups} == {0.1, 0.0}
-
-
-@pytest.mark.parametrize(
-    ("options", "kind", "expected"),
-    [
-        ({}, torch.optim.AdamW, {"fused": True}),
-        ({"optimizer_args": "betas=(0.8,0.95), eps=1e-6"}, torch.optim.AdamW,
-         {"betas": (0.8, 0.95), "eps": 1e-6}),
-        ({"optimizer": "SGD", "optimizer_args": "momentum=0.9,nesterov=True"}, torch.optim.SGD,
-         {"nesterov": True}),
-        ({"optimizer": "adafactor"}, torch.optim.Adafactor, {}),
-        ({"optimizer": "torch.optim.RMSprop"}, torch.optim.RMSprop, {}),
-    ],
-)  # fmt: skip
-def test_optimizers_by_name(options: dict[str, Any], kind: type, expected: dict[str, Any]) -> None:
-    optimizer = make_optimizer(
-        tiny("bert"), TrainingSettings(learning_rate=0.25, weight_decay=0.1, **options)
-    )
-    assert type(optimizer) is kind
-    assert optimizer.defaults["lr"] == 0.25
-    assert {name: optimizer.defaults[name] for name in expected} == expected
+def test_an_optimizer_and_its_arguments() -> None:
+    """By other names: tests/test_sameness.py."""
+    words = {"optimizer_args": "betas=(0.8,0.95), eps=1e-6"}
+    settings = TrainingSettings(learning_rate=0.25, weight_decay=0.1, **words)
+    optimizer = make_optimizer(tiny("bert"), settings)
+    assert type(optimizer) is torch.optim.AdamW
+    expected = {"lr": 0.25, "betas": (0.8, 0.95), "eps": 1e-6, "fused": True}
+    assert optimizer.defaults.items() >= expected.items()
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": "adamm"}, r"--optimizer adamm .*adamw\?.* adamw, adafactor, sgd"),
+        ({"optimizer": "adamm"}, r"adamw\?.* adamw, adafactor, sgd"),
         ({"optimizer_args": "lr=1e-3"}, "--learning_rate"),
         ({"optimizer_args": "eps=f(1)"}, "write momentum=0.9"),
         ({"optimizer_args": "0.9"}, "each argument needs a name"),
-        ({"optimizer_args": "eps=1)("}, "write momentum=0.9"),
     ],
-)  # fmt: skip
+)
 def test_an_optimizer_that_cannot_be_made(options: dict[str, Any], message: str) -> None:
     refusal(make_optimizer, tiny("bert"), TrainingSettings(**options), match=message)
 
 
-def accelerator_with(
-    config: Any = None, processes: int = 2, stage: int = 2, is_fsdp2: bool = False
-) -> Any:
-    """The attributes of an accelerator that are read before it prepares a model; with a DeepSpeed config or without."""
-    plugin = None if config is None else SimpleNamespace(deepspeed_config=config, zero_stage=stage)
-    state = SimpleNamespace(
-        deepspeed_plugin=plugin, dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO)
-    )
-    return SimpleNamespace(state=state, num_processes=processes, gradient_accumulation_steps=1, is_fsdp2=is_fsdp2,
+def accelerator_with(config: Any = None, stage: int = 2, is_fsdp2: bool = False) -> Any:
+    """The attributes of an accelerator of two processes that are read before it prepares a model; with a DeepSpeed
+    config or without."""
+    plugin = None
+    if config is not None:
+        plugin = SimpleNamespace(deepspeed_config=config, zero_stage=stage)
+    dynamo = SimpleNamespace(backend=DynamoBackend.NO)
+    state = SimpleNamespace(deepspeed_plugin=plugin, dynamo_plugin=dynamo)
+    return SimpleNamespace(state=state, num_processes=2, gradient_accumulation_steps=1, is_fsdp2=is_fsdp2,
                            ddp_handler=None, device=torch.device("cpu"), is_main_process=True, scaler=None,
                            mixed_precision="no")  # fmt: skip
 
 
-AUTO: dict[str, Any] = {"gradient_clipping": "auto", "gradient_accumulation_steps": "auto", "train_batch_size": "auto",
-                        "train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}  # fmt: skip
-SETTINGS = TrainingSettings(global_batch_size=32, per_device_batch_size=8, max_grad_norm=0.5)
-SCHEDULE = make_schedule(SETTINGS, of_lengths(np.full(100, 8)), 2)
+EXPECTED = {
+    "gradient_clipping": 0.5,
+    "gradient_accumulation_steps": 2,
+    "train_micro_batch_size_per_gpu": 8,
+    "train_batch_size": 32,
+}
+AUTO: dict[str, Any] = {**dict.fromkeys(EXPECTED, "auto"), "zero_optimization": {"stage": 2}}
 
 
 @pytest.mark.parametrize("value", ["auto", 64])
@@ -143,17 +118,11 @@ def test_the_settings_win_over_the_deepspeed_config(
     value: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In one line; a setting that is auto is not named."""
+    settings = TrainingSettings(global_batch_size=32, per_device_batch_size=8, max_grad_norm=0.5)
+    schedule = make_schedule(settings, of_lengths(np.full(100, 8)), 2)
     config = {**AUTO, "train_batch_size": value, "gradient_clipping": 1.0}
-    _set_config(accelerator_with(config), SETTINGS, SCHEDULE, config)
-    assert config == {
-        "gradient_clipping": 0.5,
-        "gradient_accumulation_steps": 2,
-        "train_micro_batch_size_per_gpu": 8,
-        "train_batch_size": 32,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": 2},
-    }
+    _set_config(accelerator_with(config), settings, schedule, config)
+    assert config.items() >= EXPECTED.items()
     (line,) = capsys.readouterr().err.splitlines()
     assert "gradient_clipping" in line
     assert ("train_batch_size" in line) == (value == 64)

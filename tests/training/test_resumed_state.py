@@ -1,8 +1,9 @@
-"""toolkit/training/{optimizer,half_precision}.py: a resumed run's schedule and loss scale."""
+"""toolkit/training/{optimizer,precision,extra_state}.py: the schedule, the loss scale, the random generators and the
+recipe's own objects of a resumed run. (Promise 3.)"""
 
 import json
 import random
-from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import GradientState
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from torch.optim import lr_scheduler
 
 from tests.faults import refusal
@@ -26,86 +28,47 @@ from toolkit.training.precision import scaler_state, set_scaler
 TOTAL = 17
 
 
-SCHEDULES: dict[str, Callable[[Any], Any]] = {
-    "OneCycleLR": lambda plain: lr_scheduler.OneCycleLR(plain, max_lr=1e-3, total_steps=TOTAL + 4),
-    "CosineAnnealingLR": lambda plain: lr_scheduler.CosineAnnealingLR(plain, T_max=TOTAL),
-    "SequentialLR": lambda plain: lr_scheduler.SequentialLR(
-        plain,
-        [lr_scheduler.LinearLR(plain, 0.1, total_iters=4), lr_scheduler.ExponentialLR(plain, 0.9)],
-        milestones=[4],
-    ),
-}
-
-
-@pytest.fixture(autouse=True)
-def no_accumulation() -> None:
-    """accelerate's schedulers do not step within one, which a test before these may have left open."""
-    GradientState()._set_sync_gradients(True)
-
-
 def make(name: str) -> tuple[Any, Any]:
-    """An optimizer and its schedule."""
-    warmup = {} if name == "constant" else {"warmup_steps": 4}
-    one, two = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
-    optimizer = torch.optim.AdamW(
-        [{"params": [one], "weight_decay": 0.1}, {"params": [two]}], lr=1e-3
-    )
-    kind: Any = "linear" if name in SCHEDULES else name
-    settings = TrainingSettings(learning_rate=1e-3, lr_scheduler_type=kind, **warmup)  # type: ignore[arg-type]
-    optimizer.step_was_skipped = False  # type: ignore[attr-defined]  # as of a prepared one
-    return optimizer, make_scheduler(optimizer, settings, TOTAL, SCHEDULES.get(name))
+    """An optimizer, and the schedule of this name or a recipe's own."""
+    optimizer: Any = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    optimizer.step_was_skipped = False  # as of a prepared one
+    if name == "own":
+        own = partial(lr_scheduler.OneCycleLR, max_lr=1e-3, total_steps=TOTAL + 1)
+        return optimizer, make_scheduler(optimizer, TrainingSettings(), TOTAL, own)
+    warmup: dict[str, Any] = {} if name == "constant" else {"warmup_steps": 4}
+    settings = TrainingSettings(learning_rate=1e-3, lr_scheduler_type=name, **warmup)
+    return optimizer, make_scheduler(optimizer, settings, TOTAL)
 
 
-def take(optimizer: Any, scheduler: Any) -> list[Any]:
-    """Returns the learning rates and the count of a step, and takes it."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    values = [scheduler.get_last_lr(), rates, scheduler.scheduler.last_epoch]
-    optimizer.step()
-    scheduler.step()
-    return values
-
-
-@pytest.mark.parametrize("name", [*get_args(SchedulerName), *SCHEDULES])
+@pytest.mark.parametrize("name", [*get_args(SchedulerName), "own"])
 def test_setting_a_schedule_is_stepping_it(name: str) -> None:
-    for steps in (0, 1, 4, 9, TOTAL):
-        stepped, fresh = make(name), make(name)
-        for _ in range(steps):
-            take(*stepped)
-        set_schedule(fresh[1], steps)
-        for _ in range(4):
-            assert take(*fresh) == take(*stepped)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_custom_schedule_has_the_rates_of_torchs(name: str) -> None:
-    alone = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
-    schedule, pair = SCHEDULES[name](alone), make(name)
-    set_schedule(pair[1], 0)
-    for _ in range(TOTAL + 4):
-        assert take(*pair)[0][0] == pytest.approx(schedule.get_last_lr()[0])
-        alone.step()
-        schedule.step()
+    # accelerate's schedulers do not step within an accumulation, which another test may have left open
+    GradientState()._set_sync_gradients(True)
+    optimizer, stepped = make(name)
+    for steps in range(TOTAL):
+        _, fresh = make(name)
+        set_schedule(fresh, steps)
+        assert fresh.get_last_lr() == stepped.get_last_lr()
+        assert fresh.scheduler.last_epoch == stepped.scheduler.last_epoch == steps
+        optimizer.step()
+        stepped.step()
 
 
 def there_and_back(source: tuple[Any, Any], target: tuple[Any, Any]) -> None:
     set_scaler(*target, json.loads(json.dumps(scaler_state(*source))))
 
 
-def torch_scaler(scale: float = 65536.0) -> tuple[Any, Any]:
+def torchs(scale: float = 65536.0) -> tuple[Any, Any]:
+    """(an accelerator, its optimizer) with torch's scaler."""
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
     scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
     return SimpleNamespace(scaler=scaler), SimpleNamespace()
 
 
-def deepspeed_scaler() -> tuple[Any, Any]:
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
-
-    scaler = DynamicLossScaler(
-        2**16, scale_window=3, min_scale=1, delayed_shift=2, consecutive_hysteresis=False
-    )
-    return SimpleNamespace(scaler=None), SimpleNamespace(
-        optimizer=SimpleNamespace(loss_scaler=scaler)
-    )
+def deepspeeds() -> tuple[Any, Any]:
+    scaler = DynamicLossScaler(2**16, 3, 1, 2, consecutive_hysteresis=False)
+    zero = SimpleNamespace(loss_scaler=scaler)
+    return SimpleNamespace(scaler=None), SimpleNamespace(optimizer=zero)
 
 
 def overflow_pattern(pair: tuple[Any, Any]) -> list[float]:
@@ -117,27 +80,25 @@ def overflow_pattern(pair: tuple[Any, Any]) -> list[float]:
     return scales
 
 
-def test_deepspeeds_scaler_resumes_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scaler_resumes_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     # rank 0 logs
     monkeypatch.setattr("deepspeed.runtime.fp16.loss_scaler.dist.get_rank", lambda: 1)
-    source, target = deepspeed_scaler(), deepspeed_scaler()
+    source, target = deepspeeds(), deepspeeds()
     overflow_pattern(source)
     there_and_back(source, target)
-    assert scaler_state(*target) == scaler_state(*source)
-    assert overflow_pattern(target) == overflow_pattern(source)
-    assert overflow_pattern(target) != overflow_pattern(deepspeed_scaler())
-
-
-def test_torchs_scaler_resumes_exactly_and_its_scale_crosses_strategies() -> None:
-    source, target = torch_scaler(1024.0), torch_scaler()
+    assert overflow_pattern(target) == overflow_pattern(source) != overflow_pattern(deepspeeds())
+    source, target = torchs(1024.0), torchs()
     source[0].scaler._growth_tracker.fill_(2)
     there_and_back(source, target)
     assert target[0].scaler.state_dict() == source[0].scaler.state_dict()
-    assert target[0].scaler.get_scale() == 1024.0
-    ours, theirs = torch_scaler(512.0), deepspeed_scaler()
+
+
+def test_a_scale_crosses_strategies() -> None:
+    ours, theirs = torchs(512.0), deepspeeds()
     there_and_back(ours, theirs)
-    assert theirs[1].optimizer.loss_scaler.cur_scale == 512.0
-    theirs[1].optimizer.loss_scaler.cur_scale = 128.0
+    scaler = theirs[1].optimizer.loss_scaler
+    assert scaler.cur_scale == 512.0
+    scaler.cur_scale = 128.0
     there_and_back(theirs, ours)
     assert ours[0].scaler.get_scale() == 128.0
     assert ours[0].scaler.get_growth_interval() == 3  # unchanged
@@ -160,7 +121,6 @@ def test_registered_objects() -> None:
     def accelerator(*values: Any) -> Any:
         return SimpleNamespace(_custom_objects=[Registered(value) for value in values])
 
-    load_registered(accelerator(), registered_content(accelerator()))
     content = registered_content(accelerator(3, torch.ones(2)))
     fresh = accelerator(0, 0)
     load_registered(fresh, content)
@@ -171,19 +131,15 @@ def test_registered_objects() -> None:
     refusal(registered_content, accelerator(SimpleNamespace()), match=message)
 
 
+def draws() -> list[float]:
+    """Of Python and NumPy also the second of a pair that each stores."""
+    gauss = [random.gauss(0, 1), np.random.randn()]
+    return [*gauss, random.random(), np.random.rand(), torch.rand(1).item()]
+
+
 def test_random_states_there_and_back() -> None:
-    random.gauss(0, 1), np.random.randn()  # each stores the second of a pair
+    draws()
     states = json.loads(json.dumps(random_states(torch.device("cpu"))))
-
-    def draws() -> list[float]:
-        return [
-            random.gauss(0, 1),
-            random.random(),
-            np.random.randn(),
-            np.random.rand(),
-            torch.rand(1).item(),
-        ]
-
     first = draws()
     draws()
     set_random_states(states)
