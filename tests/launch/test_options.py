@@ -53,17 +53,12 @@ def _network(monkeypatch: pytest.MonkeyPatch) -> None:
     ("argv", "options", "rest"),
     [
         ("a.yaml --config-file=x.yaml --seed 3", {"config_file": "x.yaml"}, "a.yaml --seed 3"),
-        (
-            "--machine_rank=1 --main-process-port 5",
-            {"machine_rank": "1", "main_process_port": "5"},
-            "",
-        ),
-        ("--rendezvous_timeout=9 x", {"rendezvous_timeout": "9"}, "x"),
+        ("--machine_rank=1 --main-process-port 5", {"machine_rank": "1", "main_process_port": "5"}, ""),
         ("--local_rank=1 --train_file t", {"local_rank": "1"}, "--train_file t"),  # deepspeed's
         ("num_processes --train_file config_file", {}, "num_processes --train_file config_file"),
         ("--config_file a --config_file b", {"config_file": "b"}, ""),
     ],
-)
+)  # fmt: skip
 def test_split(argv: str, options: dict[str, Any], rest: str) -> None:
     parsed, remaining = split_arguments(argv.split())
     assert {name: value for name, value in vars(parsed).items() if value is not None} == options
@@ -96,11 +91,10 @@ def test_plan_of_each_shipped_file(path: Path) -> None:
     assert (request.machines.count, request.machines.rank) == (machines, machines - 1)
     assert request.processes == (16 if machines == 2 else 1 if path.stem == "single" else 2)
     strategy = path.stem.removeprefix("2node").removeprefix("_")
-    uses_deepspeed = strategy.startswith("zero")
     env = accelerate_environment(request)
-    file = f"ds_configs/{strategy}.json" if uses_deepspeed else None
+    file = f"ds_configs/{strategy}.json" if strategy.startswith("zero") else None
     assert env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") == file
-    assert ("ACCELERATE_USE_DEEPSPEED" in env) == uses_deepspeed
+    assert ("ACCELERATE_USE_DEEPSPEED" in env) == bool(file)
     assert ("ACCELERATE_USE_FSDP" in env) == (strategy == "fsdp2")
 
 
@@ -112,7 +106,7 @@ def test_default_processes(
     kind: str, machines: int, processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
-    config, options = {"distributed_type": kind}, split_arguments([])[0]
+    options, config = split_arguments([])[0], {"distributed_type": kind}
     assert count_processes(options, config, Path("mine.yaml"), machines) == processes
 
 
@@ -128,9 +122,7 @@ TWO = {"main_process_ip": FIRST, "machine_rank": "0"}
         ("2node", {**TWO, "num_processes": "5"}, "--num_processes 4$"),
         ("2node", {**TWO, "num_processes": "1"}, "--num_processes 2$"),
         ("ddp", {"num_processes": "0"}, "num_processes"),
-        ("ddp", {"num_processes": "1.5"}, "num_processes"),
         ("ddp", {"main_process_port": "0"}, "main_process_port"),
-        ("ddp", {"max_restarts": "1.5"}, r"max_restarts.*1\.5"),
         ("ddp", {"max_restarts": "-1"}, "max_restarts.*-1"),
         ("zzz", {}, r"zzz.*2node_zero3\.yaml"),
     ],
@@ -139,11 +131,9 @@ def test_invalid_options(path: str, options: dict[str, str], words: str) -> None
     refusal(planned, f"accelerate_configs/{path}.yaml", **options, match=words)
 
 
-CPU = "distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n"
-INVALID = ["- a\n", "a: [\n", "num_processes: 2\n", "distributed_type: MEGATRON_LM\n"]
-
-
-@pytest.mark.parametrize("text", [*INVALID, "distributed_type: MULTI_GPU\nnum_machines: two\n"])
+@pytest.mark.parametrize(
+    "text", ["- a\n", "a: [\n", "num_processes: 2\n", "distributed_type: MEGATRON_LM\n"]
+)
 def test_invalid_config_files(tmp_path: Path, text: str) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
@@ -152,9 +142,8 @@ def test_invalid_config_files(tmp_path: Path, text: str) -> None:
 
 def test_options_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # files are found from another folder
-    options = {"num_processes": "7", "max_restarts": "3"}
     file = "accelerate_configs/zero2.yaml"
-    request = planned(file, **options)
+    request = planned(file, num_processes="7", max_restarts="3")
     assert request.config_file == REPOSITORY / file
     assert (request.processes, request.max_restarts) == (7, 3)
 
@@ -179,7 +168,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> None:
 def test_a_file_for_cpus(tmp_path: Path) -> None:
     """`accelerate launch` would start one process."""
     path = tmp_path / "mine.yaml"
-    path.write_text(CPU)
+    path.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n")
     request = planned(path)
     assert request.processes == 2
     assert accelerate_environment(request)["ACCELERATE_USE_CPU"] == "true"
@@ -204,7 +193,6 @@ TWO_NODES = "--config_file accelerate_configs/2node.yaml --main_process_ip 10.0.
     [
         # a config file for one machine, and several started
         (SRUN | {"SLURM_PROCID": "0"}, "", DDP, "2node.yaml"),
-        (TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}, "", DDP, "2node.yaml"),
         # another number of processes
         (TORCHRUN_8, "", DDP, "--num_processes"),
         (TORCHRUN_8 | {"CROSS_SIZE": "1"}, "", DDP, "deepspeed started 8"),
@@ -212,7 +200,6 @@ TWO_NODES = "--config_file accelerate_configs/2node.yaml --main_process_ip 10.0.
         (BY_ACCELERATE, "", DDP, ""),  # its default
         # options that the config file after the script replaces
         (BY_ACCELERATE, "--num-processes=4", DDP, "--num_processes"),
-        (BY_ACCELERATE, "--mixed_precision no", DDP, "--mixed_precision"),
         (BY_ACCELERATE, "--use_fsdp", DDP, "--use_fsdp"),
         ({}, "--num_cpu_threads_per_process 2", f"{DDP} --num_processes 4", ""),
         ({}, "", TWO_NODES, ""),
@@ -223,14 +210,15 @@ def test_what_would_have_no_effect(
     monkeypatch: pytest.MonkeyPatch, outer: dict[str, str], before: str, behind: str, says: str
 ) -> None:
     """Each would silently train another way than requested, or a model per machine."""
-    line = ["python", "/bin/accelerate", "launch", *before.split(), SCRIPT, *behind.split()]
+    words = [SCRIPT, *behind.split()]
+    line = ["python", "/bin/accelerate", "launch", *before.split(), *words]
     parent = SimpleNamespace(cmdline=lambda: line)
     monkeypatch.setattr(environment.psutil, "Process", lambda _: parent)
     os.environ.update(outer)
     if says:
-        refusal(take_options, [SCRIPT, *behind.split()], says=[says])
+        refusal(take_options, words, says=[says])
     else:
-        assert take_options([SCRIPT, *behind.split()])[1] is not None
+        assert take_options(words)[1] is not None
 
 
 @pytest.mark.parametrize(
@@ -238,7 +226,6 @@ def test_what_would_have_no_effect(
     [
         ("--max_restarts", "expected one argument"),
         ("--num_processes=2", "add --config_file"),
-        ("--machine_rank=0", "add --config_file"),
         ("--rendezvous_timeout=0", "0"),
         ("--ddp_timeout=x", "x"),
     ],

@@ -28,32 +28,26 @@ ALONE = Place("python", 0, 1, 0, 1)
 DDP, SINGLE = str(CONFIGS / "ddp.yaml"), str(CONFIGS / "single.yaml")
 
 
-@pytest.mark.parametrize("default", ["none.yaml", DDP])  # the user's own config file
 @pytest.mark.parametrize(
-    ("line", "requested"),
+    ("default", "line", "requested"),  # `default`: the user's own config file
     [
-        ("python /bin/accelerate launch --num_processes 2 cls.py", 2),
-        ("python /bin/accelerate launch --num-processes=3 --multi_gpu -m toolkit", 3),
-        (f"python /bin/accelerate launch --config_file {DDP} cls.py", 2),
-        (f"python -m accelerate.commands.launch --config_file={SINGLE} cls.py", 1),
-        (f"/bin/accelerate-launch --config_file {SINGLE} --num_processes 5 cls.py", 5),
+        (DDP, "python /bin/accelerate launch --num-processes=3 --multi_gpu -m toolkit", 3),
+        ("", f"python /bin/accelerate launch --config_file {DDP} cls.py", 2),
+        (DDP, f"python -m accelerate.commands.launch --config_file={SINGLE} cls.py", 1),
+        (DDP, f"/bin/accelerate-launch --config_file {SINGLE} --num_processes 5 cls.py", 5),
         # after the script: the script's own
-        (f"python /bin/accelerate launch cls.py --num_processes 2 --config_file {SINGLE}", None),
-        ("python launch --num_processes 2 cls.py", 1),
+        ("", "python /bin/accelerate launch cls.py --num_processes 2", 1),
+        (DDP, f"python /bin/accelerate launch cls.py --config_file {SINGLE}", 2),
+        (DDP, "python launch --num_processes 2 cls.py", 1),
     ],
 )
+@pytest.mark.usefixtures("no_launcher")
 def test_processes_that_accelerate_launch_requests(
-    line: str,
-    requested: int | None,
-    default: str,
-    monkeypatch: pytest.MonkeyPatch,
-    no_launcher: None,
+    default: str, line: str, requested: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(config_args, "default_config_file", default)
+    monkeypatch.setattr(config_args, "default_config_file", default or "none.yaml")
     parent = SimpleNamespace(cmdline=line.split)
     monkeypatch.setattr(environment.psutil, "Process", lambda _: parent)
-    if requested is None:
-        requested = 2 if default == DDP else 1
     assert requested_processes(ALONE)[0] == requested
 
 
@@ -103,7 +97,7 @@ def test_a_valid_fsdp_config(accelerator: Accelerator) -> None:
     ("name", "value", "says"),
     [
         ("FSDP_VERSION", "1", ["fsdp_version: 2"]),
-        ("FSDP_IGNORED_MODULES", "bert.embeddings", ["fsdp_ignored_modules", "remove it"]),
+        ("FSDP_IGNORED_MODULES", "bert.embeddings", ["fsdp_ignored_modules"]),
         ("FSDP_ACTIVATION_CHECKPOINTING", "true", ["--gradient_checkpointing true"]),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", ["parallelism_config"]),
     ],
@@ -132,22 +126,14 @@ def test_a_second_accelerator_is_sharded_too(
     assert state.distributed_type == DistributedType.MULTI_GPU
 
 
-@pytest.mark.parametrize(
-    ("launcher", "per_task", "threads"),
-    [("torchrun", "8", 2), ("torchrun", None, 2), ("srun", None, 2), ("srun", "8", 8)],
-)
-def test_cores_per_process(
-    launcher: str,
-    per_task: str | None,
-    threads: int,
-    no_launcher: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Four processes, of which Slurm has bound this one to 8 cores."""
+def test_cores_per_process(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four processes; with SLURM_CPUS_PER_TASK srun has bound each to its own cores."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
-    if per_task:
-        os.environ["SLURM_CPUS_PER_TASK"] = per_task
-    assert world._cores_per_process(Place(launcher, 0, 4, 0, 4)) == threads
+    by_torchrun, by_srun = (Place(launcher, 0, 4, 0, 4) for launcher in ("torchrun", "srun"))
+    assert world._cores_per_process(by_srun) == 2
+    os.environ["SLURM_CPUS_PER_TASK"] = "8"
+    assert world._cores_per_process(by_srun) == 8
+    assert world._cores_per_process(by_torchrun) == 2
 
 
 def test_require_equal(monkeypatch: pytest.MonkeyPatch) -> None:
