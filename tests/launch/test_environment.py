@@ -52,17 +52,14 @@ def test_place_of_each_launcher(env: dict[str, str], place: Place) -> None:
     assert place_of(env) == place
 
 
-def test_one_process_needs_no_group() -> None:
+def test_environments_with_or_without_a_group() -> None:
+    for env in ({}, TORCHRUN, BATCH_SCRIPT):
+        settled = dict(env)
+        assert set_torch_variables(settled) == place_of(env)
+        assert settled == env
     env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     assert set_torch_variables(env) == Place("environment", 0, 1, 0, 1)
     assert env == {}  # with them accelerate would wait for a group
-
-
-@pytest.mark.parametrize("env", [{}, TORCHRUN, {"ACCELERATE_X": "1"}, BATCH_SCRIPT])
-def test_environments_that_need_no_change(env: dict[str, str]) -> None:
-    settled = dict(env)
-    assert set_torch_variables(settled) == place_of(env)
-    assert settled == env
 
 
 ONE_NODE = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}

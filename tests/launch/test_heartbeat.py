@@ -34,8 +34,8 @@ def end_thread(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
     board._thread.join(5)
 
 
-def wait_for(board: Board, seconds: float = 10) -> Failure:
-    deadline = time.monotonic() + seconds
+def wait_for(board: Board) -> Failure:
+    deadline = time.monotonic() + 10
     while (failure := board.failure()) is None:
         assert time.monotonic() < deadline
         time.sleep(0.02)

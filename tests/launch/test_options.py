@@ -32,21 +32,25 @@ from toolkit.launch.options import (
 
 SCRIPT = str(REPOSITORY / "recipes" / "cls.py")
 CONFIGS = sorted((REPOSITORY / "accelerate_configs").glob("*.yaml"))
-TWO_MACHINES = [path for path in CONFIGS if path.name.startswith("2node")]
 DEEPSPEED_FILES = sorted((REPOSITORY / "ds_configs").glob("*.json"))
 by_name = attrgetter("name")
 
 
-def planned(path: Path | str, **options: str) -> Request:
-    words = [f"--{name}={value}" for name, value in options.items()]
-    parsed, _ = split_arguments(["--config_file", str(path), *words])
+DDP = "--config_file accelerate_configs/ddp.yaml"
+TWO_NODES = f"--config_file accelerate_configs/2node.yaml --main_process_ip {FIRST}"
+
+
+def planned(path: Path | str, words: str = "") -> Request:
+    parsed, _ = split_arguments(["--config_file", str(path), *words.split()])
     return plan_launch(parsed, [SCRIPT, "--seed", "3"], {})
 
 
 @pytest.fixture(autouse=True)
-def _network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No host name is resolved outside, and `FIRST` is another machine's address."""
+def _environment(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> None:
+    """Nothing was launched, no host name is resolved outside, and `FIRST` is another machine's address."""
     pretend_network(monkeypatch, [ELSEWHERE])
+    for name in ("NODE_RANK", "SLURM_NODEID", *map(timeout_variable, TIMEOUTS)):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.parametrize(
@@ -81,12 +85,11 @@ def test_deepspeed_files(path: Path) -> None:
 def test_plan_of_each_shipped_file(path: Path) -> None:
     config = load_config_from_file(str(path))  # accelerate itself accepts it
     assert "mixed_precision" not in yaml.safe_load(path.read_text())  # the hardware decides
-    options: dict[str, str] = {}
-    machines = 2 if path in TWO_MACHINES else 1
-    if machines == 2:
+    machines, words = 1, ""
+    if path.name.startswith("2node"):
         assert (config.main_process_ip, config.main_process_port) == (PLACEHOLDER, DEFAULT_PORT)
-        options = {"main_process_ip": "gpu1", "machine_rank": "1", "num_processes": "16"}
-    request = planned(path, **options)
+        machines, words = 2, "--main_process_ip gpu1 --machine_rank 1 --num_processes 16"
+    request = planned(path, words)
     assert (request.config_file, request.command()[2:]) == (path, [SCRIPT, "--seed", "3"])
     assert (request.machines.count, request.machines.rank) == (machines, machines - 1)
     assert request.processes == (16 if machines == 2 else 1 if path.stem == "single" else 2)
@@ -110,40 +113,41 @@ def test_default_processes(
     assert count_processes(options, config, Path("mine.yaml"), machines) == processes
 
 
-TWO = {"main_process_ip": FIRST, "machine_rank": "0"}
-
-
 @pytest.mark.parametrize(
-    ("path", "options", "words"),
+    ("words", "match"),
     [
         # each machine would silently train on its own
-        ("ddp", {"main_process_ip": FIRST}, "--main_process_ip"),
-        ("ddp", {"machine_rank": "1"}, "--machine_rank"),
-        ("2node", {**TWO, "num_processes": "5"}, "--num_processes 4$"),
-        ("2node", {**TWO, "num_processes": "1"}, "--num_processes 2$"),
-        ("ddp", {"num_processes": "0"}, "num_processes"),
-        ("ddp", {"main_process_port": "0"}, "main_process_port"),
-        ("ddp", {"max_restarts": "-1"}, "max_restarts.*-1"),
-        ("zzz", {}, r"zzz.*2node_zero3\.yaml"),
+        (f"{DDP} --main_process_ip {FIRST}", "--main_process_ip"),
+        (f"{DDP} --machine_rank 1", "--machine_rank"),
+        (f"{TWO_NODES} --machine_rank 0 --num_processes 5", "--num_processes 4$"),
+        (f"{TWO_NODES} --machine_rank 0 --num_processes 1", "--num_processes 2$"),
+        (f"{DDP} --num_processes 0", "num_processes"),
+        (f"{DDP} --main_process_port 0", "main_process_port"),
+        (f"{DDP} --max_restarts -1", "max_restarts.*-1"),
+        ("--config_file accelerate_configs/zzz.yaml", r"zzz.*2node_zero3\.yaml"),
+        ("--max_restarts", "max_restarts.*expected one argument"),
+        ("--num_processes=2", "num_processes.*add --config_file"),
+        ("--rendezvous_timeout=0", "rendezvous_timeout.*0"),
+        ("--ddp_timeout=x", "ddp_timeout.*x"),
     ],
 )
-def test_invalid_options(path: str, options: dict[str, str], words: str) -> None:
-    refusal(planned, f"accelerate_configs/{path}.yaml", **options, match=words)
+def test_refused_before_a_launch(words: str, match: str) -> None:
+    refusal(take_options, [SCRIPT, *words.split()], match=match)
 
 
 @pytest.mark.parametrize(
-    "text", ["- a\n", "a: [\n", "num_processes: 2\n", "distributed_type: MEGATRON_LM\n"]
+    "line", ["- a", "a: [", "num_processes: 2", "distributed_type: MEGATRON_LM"]
 )
-def test_invalid_config_files(tmp_path: Path, text: str) -> None:
+def test_invalid_config_files(tmp_path: Path, line: str) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text(text)
+    path.write_text(line)
     refusal(planned, path, says=[str(path)])
 
 
 def test_options_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # files are found from another folder
     file = "accelerate_configs/zero2.yaml"
-    request = planned(file, num_processes="7", max_restarts="3")
+    request = planned(file, "--num_processes 7 --max_restarts 3")
     assert request.config_file == REPOSITORY / file
     assert (request.processes, request.max_restarts) == (7, 3)
 
@@ -158,13 +162,6 @@ def test_clean_environment(outer: dict[str, str]) -> None:
     assert cleaned.items() >= OTHERS.items()
 
 
-@pytest.fixture
-def _no_variables(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> None:
-    for name in ("NODE_RANK", "SLURM_NODEID", *map(timeout_variable, TIMEOUTS)):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.mark.usefixtures("_no_variables")
 def test_a_file_for_cpus(tmp_path: Path) -> None:
     """`accelerate launch` would start one process."""
     path = tmp_path / "mine.yaml"
@@ -174,18 +171,15 @@ def test_a_file_for_cpus(tmp_path: Path) -> None:
     assert accelerate_environment(request)["ACCELERATE_USE_CPU"] == "true"
 
 
-@pytest.mark.usefixtures("_no_variables")
 def test_only_local_rank_0_relaunches() -> None:
     os.environ.update(TORCHRUN)
     with pytest.raises(SystemExit) as left:
-        take_options([SCRIPT, "--config_file", "accelerate_configs/ddp.yaml"])
+        take_options([SCRIPT, *DDP.split()])
     assert left.value.code == 0
 
 
 TORCHRUN_8 = TORCHRUN | {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
 BY_ACCELERATE = TORCHRUN_8 | {"ACCELERATE_USE_CPU": "no"}
-DDP = "--config_file accelerate_configs/ddp.yaml"
-TWO_NODES = "--config_file accelerate_configs/2node.yaml --main_process_ip 10.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -205,7 +199,6 @@ TWO_NODES = "--config_file accelerate_configs/2node.yaml --main_process_ip 10.0.
         ({}, "", TWO_NODES, ""),
     ],
 )
-@pytest.mark.usefixtures("_no_variables")
 def test_what_would_have_no_effect(
     monkeypatch: pytest.MonkeyPatch, outer: dict[str, str], before: str, behind: str, says: str
 ) -> None:
@@ -221,23 +214,7 @@ def test_what_would_have_no_effect(
         assert take_options(words)[1] is not None
 
 
-@pytest.mark.parametrize(
-    ("argument", "match"),
-    [
-        ("--max_restarts", "expected one argument"),
-        ("--num_processes=2", "add --config_file"),
-        ("--rendezvous_timeout=0", "0"),
-        ("--ddp_timeout=x", "x"),
-    ],
-)
-@pytest.mark.usefixtures("_no_variables")
-def test_refused_before_a_launch(argument: str, match: str) -> None:
-    name = argument[2:].partition("=")[0]
-    refusal(take_options, [SCRIPT, argument], match=rf"{name}.*{match}")
-
-
 @pytest.mark.parametrize("option", TIMEOUTS)
-@pytest.mark.usefixtures("_no_variables")
 def test_timeouts_reach_the_processes(option: str) -> None:
     assert timeout_seconds(option) == TIMEOUTS[option]
     words = [SCRIPT, f"--{option}", "77", "--seed", "3"]

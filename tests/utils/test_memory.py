@@ -90,10 +90,13 @@ def run_out(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Calla
     folder = tmp_path_factory.mktemp("memory")
     rows = [f"{'good film ' * 70}{number},{'ab'[number % 2]}\n" for number in range(ROWS)]
     for name, count in {"many": ROWS, "few": 8}.items():
-        (folder / name).write_text("text,label\n" + "".join(rows[:count]), encoding="utf-8")
+        (folder / f"{name}.csv").write_text(
+            "text,label\n" + "".join(rows[:count]), encoding="utf-8"
+        )
 
     def run(train: str, validation: str, *words: Any, limited_rank: str = "0") -> Finished:
-        files = ["--train_file", folder / train, "--validation_file", folder / validation]
+        files = ["--train_file", folder / f"{train}.csv"]
+        files += ["--validation_file", folder / f"{validation}.csv"]
         output = folder / f"run{len([*folder.iterdir()])}"
         more = f"--model_name_or_path {tiny_model} --output_dir {output} --report_to none"
         more += " --max_steps 2 --mixed_precision no --max_tokens_per_batch 1_000_000"
