@@ -138,38 +138,32 @@ def wait_for_trap(pid: int, here: Path) -> None:
         has_trap = bool(int(caught, 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
-def test_doctor_on_each_node(tmp_path: Path) -> None:
-    process = start_batch(BY_SRUN, "finishes", tmp_path, DOCTOR="yes")
-    assert process.communicate(timeout=30)[1] == ""
-    command = "toolkit doctor --num_machines 2 --main_process_ip gpu03\n"
-    log = (tmp_path / "log").read_text(encoding="utf-8")
-    assert f"--ntasks=2 --ntasks-per-node=1 {command}" in log
+def started_by(name: str, folder: Path, **variables: str) -> tuple[list[str], str]:
+    """The arguments of `python` in the batch file's srun, and the log."""
+    start_batch(name, "finishes", folder, **variables).communicate(timeout=30)
+    log = (folder / "log").read_text(encoding="utf-8")
+    return re.findall(" python (.*)", log)[0].split(), log
 
 
-def started_by(name: str, folder: Path) -> list[str]:
-    """The arguments of `python` in the batch file's srun."""
-    start_batch(name, "stops", folder).communicate(timeout=30)
-    lines = (folder / "log").read_text(encoding="utf-8").splitlines()
-    return next(line for line in lines if " python " in line).partition(" python ")[2].split()
-
-
-@pytest.mark.parametrize("rank", [0, 1])
 def test_each_node_of_a_slurm_job_starts_its_part(
-    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_network(monkeypatch, ["10.0.0.9"])
-    script, *words = started_by(BY_ACCELERATE, tmp_path)
+    (script, *words), _ = started_by(BY_ACCELERATE, tmp_path)
     options, rest = split_arguments(words)
-    machines = plan_launch(options, [script, *rest], {"SLURM_NODEID": str(rank)}).machines
-    assert (machines.rank, machines.count, machines.first) == (rank, 2, "gpu03")
     assert "--checkpoint_every" in rest
+    for rank in (0, 1):
+        machines = plan_launch(options, [script, *rest], {"SLURM_NODEID": str(rank)}).machines
+        assert (machines.rank, machines.count, machines.first) == (rank, 2, "gpu03")
 
 
 def test_srun_is_the_launcher_of_each_task(tmp_path: Path) -> None:
-    """Ranks from its variables: tests/launch/test_environment.py."""
-    options, _ = split_arguments(started_by(BY_SRUN, tmp_path)[1:])
-    assert options.config_file is None
+    """Ranks from its variables: tests/launch/test_environment.py. With DOCTOR each node tests itself before."""
+    words, log = started_by(BY_SRUN, tmp_path, DOCTOR="yes")
+    assert split_arguments(words)[0].config_file is None
     assert "export MASTER_ADDR=$(scontrol show hostnames" in text_of(BY_SRUN)
+    command = "toolkit doctor --num_machines 2 --main_process_ip gpu03\n"
+    assert f"--ntasks=2 --ntasks-per-node=1 {command}" in log
 
 
 def pod_of(name: str) -> tuple[dict[str, Any], dict[str, Any]]:

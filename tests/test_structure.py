@@ -55,6 +55,7 @@ def imports_of(path: Path, at_run_time: bool = False) -> list[tuple[int, str]]:
         if isinstance(node, ast.Import):
             imports.extend((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 imports.append((node.lineno, inner if inner in KNOWN else str(node.module)))

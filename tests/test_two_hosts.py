@@ -144,13 +144,6 @@ def test_missing_machine(hosts: TwoHosts, tmp_path: Path) -> None:
     error_of(done["b"], *says)
 
 
-def test_two_first_machines(hosts: TwoHosts, tmp_path: Path) -> None:
-    """At once, whatever the time for a machine that does not come."""
-    command = literal(tmp_path / "run", "--machine_rank", "0", "--rendezvous_timeout", "600")
-    for finished in hosts.run_both(on_both(*command), SECONDS).values():
-        error_of(finished, "machine 0", "hostA", "hostB", "--machine_rank")
-
-
 @pytest.mark.slow
 def test_different_data_and_settings(
     hosts: TwoHosts, settings: list[str], reviews: Path, tmp_path: Path

@@ -1,6 +1,5 @@
 """toolkit/utils/memory.py: out-of-memory errors name the settings that help. (Promise 5.)"""
 
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +11,6 @@ import pytest
 import torch
 
 from tests.runs import Finished, recipe
-from tests.splits import of_lengths
-from toolkit.data.batches import micro_batches
 from toolkit.utils import memory
 
 ABSURD = 1 << 50
@@ -64,21 +61,6 @@ def test_messages_of_libraries(error: Exception) -> None:
     assert "\n" not in (answer or "")
 
 
-@pytest.mark.parametrize("width", [2, 7, 8, 13, 64, 131, 512])
-def test_suggested_settings_give_smaller_micro_batches(width: int) -> None:
-    for samples in (2, 3, 5, 8, 31, 64):
-        answer = memory.explain(batch_of(samples, width), False, MemoryError())
-        assert answer is not None
-        names = ("per_device_batch_size", "max_tokens_per_batch")
-        fewer, tokens = (int(re.findall(rf"--{name} (\d+)", answer)[0]) for name in names)
-        lengths = np.full(4 * samples, width)
-        assert tokens >= width  # otherwise it would be refused
-        for per_device, max_tokens in ((fewer, None), (samples, tokens)):
-            rows = np.arange(len(lengths))
-            batches = micro_batches(of_lengths(lengths), rows, per_device, 0, 1, max_tokens)
-            assert max(map(len, batches)) <= max(1, samples // 2)
-
-
 ROWS = 3000
 SAMPLES = 1500
 """The hidden states of one micro-batch are larger than what a process may still allocate."""
@@ -90,9 +72,7 @@ def run_out(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Calla
     folder = tmp_path_factory.mktemp("memory")
     rows = [f"{'good film ' * 70}{number},{'ab'[number % 2]}\n" for number in range(ROWS)]
     for name, count in {"many": ROWS, "few": 8}.items():
-        (folder / f"{name}.csv").write_text(
-            "text,label\n" + "".join(rows[:count]), encoding="utf-8"
-        )
+        (folder / f"{name}.csv").write_text("".join(["text,label\n", *rows[:count]]))
 
     def run(train: str, validation: str, *words: Any, limited_rank: str = "0") -> Finished:
         files = ["--train_file", folder / f"{train}.csv"]
@@ -126,13 +106,12 @@ def test_too_large_a_batch(when: str, run_out: Callable[..., Finished]) -> None:
 
 @LINUX
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("limited", "reports"), [("all", "[01]"), ("1", "1")])
-def test_one_rank_reports_for_all(
-    limited: str, reports: str, run_out: Callable[..., Finished]
-) -> None:
+@pytest.mark.parametrize("limited", ["all", "1"])
+def test_one_rank_reports_for_all(limited: str, run_out: Callable[..., Finished]) -> None:
     """Also if the others have enough memory, and wait for the one that has not."""
-    ddp = ["--config_file", "accelerate_configs/ddp.yaml"]
-    finished = run_out("many", "few", *LARGE, *ddp, limited_rank=limited)
+    words = [*LARGE, "--config_file", "accelerate_configs/ddp.yaml"]
+    finished = run_out("many", "few", *words, limited_rank=limited)
     assert finished.code not in (-6, -9, -11)
     finished.says_in_one_line(f"--per_device_batch_size {SAMPLES // 2}")
-    assert re.match(rf"\[rank {reports} on", finished.error_lines[0])
+    reporters = ("[rank 1 on",) if limited == "1" else ("[rank 0 on", "[rank 1 on")
+    assert finished.error_lines[0].startswith(reporters)
