@@ -136,12 +136,6 @@ class TwoHosts:
     def processes(self, host: str) -> list[psutil.Process]:
         return _processes_in(self._spaces[host])
 
-    def shell_on(self, host: str) -> str:
-        """A shell command prefix that runs the next argument, a script, on a host."""
-        prepare = f'echo {NAMES[host]} > /proc/sys/kernel/hostname; exec sh -c "$1"'
-        enter = f"exec ip netns exec {self._spaces[host]} unshare --uts"
-        return f"{enter} -- sh -c {shlex.quote(prepare)} sh"
-
     def ip(self, host: str, *words: str) -> str:
         return _ip("-n", self._spaces[host], *words)
 

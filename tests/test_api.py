@@ -41,11 +41,10 @@ def runs(tiny_model: Path, reviews: Path, tmp_path_factory: pytest.TempPathFacto
     """A folder with the runs of the page's two calls of `train`."""
     folder = tmp_path_factory.mktemp("api")
     for name, call in (("plain", IN_ONE_PROCESS), ("notebook", IN_A_NOTEBOOK)):
-        replacements = {
-            "bert-base-chinese": str(tiny_model), "reviews.csv": str(reviews), ", num_train_epochs=2": "",
-            '"runs/mine"': f'"{folder / name}", {MORE}',
-            "num_processes=2)": f'num_processes=2, use_port="{free_port()}")',
-        }  # fmt: skip
+        replacements = {"bert-base-chinese": str(tiny_model), "reviews.csv": str(reviews)}
+        replacements[", num_train_epochs=2"] = ""
+        replacements['"runs/mine"'] = f'"{folder / name}", {MORE}'
+        replacements["num_processes=2)"] = f'num_processes=2, use_port="{free_port()}")'
         for before, after in replacements.items():
             call = call.replace(before, after)
         script = folder / f"{name}.py"
@@ -110,16 +109,16 @@ def test_anything_but_texts_is_refused(model: Path, tiny_model: Path, no_launche
     """Not the characters of a string, the names of columns, or "None"."""
     refusal(toolkit.predict, tiny_model, ["good"], match="no trained classification head")
     frame = pd.DataFrame({"text": ["good"], "label": ["a"]})
-    wrong: dict[str, Any] = {
-        "str": "good",
-        "NoneType": None,
-        "DataFrame": frame,
-        "dict": {"text": ["good"]},
-    }
-    for kind, texts in wrong.items():
-        refusal(toolkit.predict, model, texts, says=[f"type {kind}", "a list of str"])
-    for texts, row in ((["good", None], 2), (["good", ("good", "bad")], 2), ([("good", None)], 1), ([3.5], 1),
-                       (pd.Series(["good", float("nan")]), 2), (datasets.Dataset.from_pandas(frame), 1)):  # fmt: skip
+    kinds = [
+        ("str", "good"),
+        ("NoneType", None),
+        ("DataFrame", frame),
+        ("dict", {"text": ["good"]}),
+    ]
+    for kind, one in kinds:
+        refusal(toolkit.predict, model, one, says=[f"type {kind}", "a list of str"])
+    nan, rows = pd.Series(["good", float("nan")]), datasets.Dataset.from_pandas(frame)
+    for texts, row in ((["good", None], 2), ([("good", None)], 1), ([3.5], 1), (nan, 2), (rows, 1)):
         refusal(toolkit.predict, model, texts, says=[f"texts, row {row}: ", "a list of str"])
     save_columns(model, text_pair="reply")
     refusal(toolkit.predict, model, ["good"], says=["reply", "(str, str)"])

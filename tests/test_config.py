@@ -81,15 +81,17 @@ def test_all_faults_at_once_with_the_nearest_names(yaml_file: YamlFile) -> None:
     assert set(_OTHER_NAMES.values()) <= set(ALL_NAMES)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "--seed=-1", "--seed=3.5", "--seed=", "--learning_rate=0", "--learning_rate=nan",
-        "--global_batch_size=0", "--validation_split=1", "--warmup_ratio=1.1", "--dropout=-0.1",
-        "--mixed_precision=fp32", "--drop_empty_text=maybe", "seed: [1]", "train_file: 5",
-        "label_column: ['a', 'b']", "global_batch_size: true", "loss: true",
-    ],
-)  # fmt: skip
+WRONG = """--seed=-1 --seed=3.5 --seed= --learning_rate=0 --learning_rate=nan --global_batch_size=0
+    --validation_split=1 --warmup_ratio=1.1 --dropout=-0.1 --mixed_precision=fp32
+    --drop_empty_text=maybe"""
+WRONG_IN_YAML = """seed: [1]
+train_file: 5
+label_column: ['a', 'b']
+global_batch_size: true
+loss: true"""
+
+
+@pytest.mark.parametrize("text", [*WRONG.split(), *WRONG_IN_YAML.split("\n")])
 def test_wrong_values_name_the_setting(yaml_file: YamlFile, text: str) -> None:
     word = text if text.startswith("--") else yaml_file(text)
     (name,) = re.findall(r"\w+", text)[:1]

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ FULL, HALF = ["--max_steps", 12], ["--max_steps", 6, "--checkpoint_every", 6]
 EXACT = ["--mixed_precision", "no"]
 
 
-def run(folder: Path, way: str, jobs: dict[str, Sequence[Any]]) -> str:
+def run(folder: Path, way: str, jobs: Mapping[str, Sequence[Any]]) -> str:
     """Runs all jobs (the name of a run's folder -> its words) in one group of processes (`single`, or one of WAYS), and
     returns its standard error."""
     before, after = WAYS.get(way, ([sys.executable], []))
@@ -153,15 +153,7 @@ def test_fp16_skips_a_step(way: str) -> None:
 @pytest.mark.parametrize("way", ["single", *NOT_OFFLOADED])
 def test_the_other_recipes(way: str, tmp_path: Path) -> None:
     """Sparse attention at more than eight widths, in micro-batches that fit, and titles."""
-    more = [
-        "--model_name_or_path",
-        inputs.tiny_model,
-        *SETTINGS,
-        "--max_steps",
-        8,
-        "--eval_every",
-        8,
-    ]
+    more = [*DATA[:2], *SETTINGS, "--max_steps", 8, "--eval_every", 8]
     long = ["recipes.bigbird", *more, "--train_file", inputs.long_reviews, "--max_length", 1536]
     titles = ["recipes.title", *more, "--train_file", inputs.articles]
     run(tmp_path, way, {"long": [*long, "--per_device_batch_size", "auto"], "titles": titles})
@@ -250,14 +242,8 @@ def wide_model() -> Path:
 def test_techniques(tmp_path: Path) -> None:
     """In the precision of this hardware, with fused kernels of attention."""
     cls = [*CLS, "--model_name_or_path", wide_model, "--max_steps", 4, "--eval_every", 4]
-    sparse = [
-        "recipes.bigbird",
-        *cls[1:],
-        "--train_file",
-        inputs.long_reviews,
-        "--max_length",
-        1536,
-    ]
+    long = ["--train_file", inputs.long_reviews, "--max_length", 1536]
+    sparse = ["recipes.bigbird", *cls[1:], *long]
     jobs = {
         "packed": [*cls, "--padding_free"],
         "terms": [*cls, "--r_drop_alpha", 1, "--fgm_epsilon", 0.5, "--ema_decay", 0.9],

@@ -3,7 +3,6 @@ machine that is missing, double or different is an error on both; whatever happe
 ends the run on both within a minute, with one line that names it."""
 
 import json
-import shutil
 import signal
 import sys
 import time
@@ -113,20 +112,6 @@ def test_another_launcher(
     words = ["recipes/cls.py", *settings, "--output_dir", str(tmp_path / "run")]
     commands = {host: [*other_launcher(name, host, tmp_path), *words] for host in HOSTS}
     assert_run(hosts.run_both(commands, SECONDS), tmp_path / "run", reference)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
-def test_mpirun(hosts: TwoHosts, settings: list[str], reference: Path, tmp_path: Path) -> None:
-    """Open MPI itself, which starts its part on the other host through a program like ssh."""
-    agent = tmp_path / "like-ssh"
-    agent.write_text(f'#!/bin/sh\nshift\n{hosts.shell_on("b")} "$*"\n', encoding="utf-8")
-    agent.chmod(0o755)
-    mpirun = f"""mpirun --allow-run-as-root --host hostA:1,hostB:1 -np 2 --mca plm_rsh_agent {agent}
-        --mca plm rsh -x MASTER_ADDR={ADDRESSES["a"]} -x PATH -x TOOLKIT_CACHE"""
-    words = [sys.executable, "recipes/cls.py", *settings, "--output_dir", str(tmp_path / "run")]
-    command = [*mpirun.split(), *words]
-    assert_run({"a": hosts.run("a", command, SECONDS)}, tmp_path / "run", reference)
 
 
 # --- machines that cannot start together

@@ -57,12 +57,12 @@ def _environment(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> None:
     ("argv", "options", "rest"),
     [
         ("a.yaml --config-file=x.yaml --seed 3", {"config_file": "x.yaml"}, "a.yaml --seed 3"),
-        ("--machine_rank=1 --main-process-port 5", {"machine_rank": "1", "main_process_port": "5"}, ""),
+        ("--main-process-port 5", {"main_process_port": "5"}, ""),
         ("--local_rank=1 --train_file t", {"local_rank": "1"}, "--train_file t"),  # deepspeed's
         ("num_processes --train_file config_file", {}, "num_processes --train_file config_file"),
         ("--config_file a --config_file b", {"config_file": "b"}, ""),
     ],
-)  # fmt: skip
+)
 def test_split(argv: str, options: dict[str, Any], rest: str) -> None:
     parsed, remaining = split_arguments(argv.split())
     assert {name: value for name, value in vars(parsed).items() if value is not None} == options
