@@ -34,6 +34,11 @@ esac
 """
 
 
+@pytest.fixture(autouse=True)
+def _network(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_network(monkeypatch, ["10.0.0.9"])
+
+
 def text_of(name: str) -> str:
     return (FOLDER / name).read_text(encoding="utf-8")
 
@@ -145,10 +150,7 @@ def started_by(name: str, folder: Path, **variables: str) -> tuple[list[str], st
     return re.findall(" python (.*)", log)[0].split(), log
 
 
-def test_each_node_of_a_slurm_job_starts_its_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend_network(monkeypatch, ["10.0.0.9"])
+def test_each_node_of_a_slurm_job_starts_its_part(tmp_path: Path) -> None:
     (script, *words), _ = started_by(BY_ACCELERATE, tmp_path)
     options, rest = split_arguments(words)
     assert "--checkpoint_every" in rest
@@ -182,9 +184,7 @@ def pod_of(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["pytorchjob.yaml", "trainjob.yaml"])
-def test_pods_share_a_volume_and_use_each_gpu(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pods_share_a_volume_and_use_each_gpu(name: str, tmp_path: Path) -> None:
     container, pod = pod_of(name)
     claim = yaml.safe_load(text_of("volume.yaml"))
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
@@ -196,37 +196,28 @@ def test_pods_share_a_volume_and_use_each_gpu(
     env |= {"PET_MASTER_ADDR": "reviews-0"}
     env |= {entry["name"]: entry["value"] for entry in container["env"]}
     arguments = [word.replace("/shared", str(tmp_path)) for word in container["args"]]
-    starts_rank_one_of_sixteen(["bash", FOLDER / "pod.sh", *arguments], env, tmp_path, monkeypatch)
+    starts_rank_one_of_sixteen(["bash", FOLDER / "pod.sh", *arguments], env, tmp_path)
 
 
-def test_a_skypilot_task_starts_a_process_for_each_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_skypilot_task_starts_a_process_for_each_gpu(tmp_path: Path) -> None:
     """With the variables of SkyPilot's manual (Distributed Jobs on Many Nodes)."""
     task = yaml.safe_load(text_of("skypilot.yaml"))
-    env = {
-        "SKYPILOT_NUM_NODES": str(task["num_nodes"]),
-        "SKYPILOT_NUM_GPUS_PER_NODE": task["resources"]["accelerators"].partition(":")[2],
-        "SKYPILOT_NODE_RANK": "1",
-        "SKYPILOT_NODE_IPS": "reviews-0\nreviews-1",
-    }
-    script = task["run"].replace("source .venv", "true .venv").replace("/shared", str(tmp_path))
-    starts_rank_one_of_sixteen(["bash", "-ec", script], env | task["envs"], tmp_path, monkeypatch)
     assert all(line.startswith("/shared") for line in task["volumes"])
+    env = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "reviews-0\nreviews-1", **task["envs"]}
+    env["SKYPILOT_NUM_NODES"] = str(task["num_nodes"])
+    env["SKYPILOT_NUM_GPUS_PER_NODE"] = task["resources"]["accelerators"].partition(":")[2]
+    script = task["run"].replace("source .venv", "true .venv").replace("/shared", str(tmp_path))
+    starts_rank_one_of_sixteen(["bash", "-ec", script], env, tmp_path)
 
 
 def starts_rank_one_of_sixteen(
-    command: Sequence[str | Path],
-    env: Mapping[str, str],
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    command: Sequence[str | Path], env: Mapping[str, str], folder: Path
 ) -> None:
     log = folder / "arguments"
     write_program(folder / "python", f'#!/bin/bash\nprintf "%s\\n" "$@" > {log}\n')
     variables = {**os.environ, **env, **path_with(folder)}
     subprocess.run(command, cwd=ROOT, env=variables, check=True, timeout=60)
     script, *words = log.read_text(encoding="utf-8").splitlines()
-    pretend_network(monkeypatch, ["10.0.0.9"])
     options, rest = split_arguments(words)
     request = plan_launch(options, [script, *rest], {})
     assert (request.machines.rank, request.machines.first) == (1, "reviews-0")
