@@ -109,20 +109,15 @@ def test_invalid_or_incomplete_variables(env: dict[str, str], name: str) -> None
 
 
 SCRIPT = """
-import os, sys
+import os, torch
 from toolkit import launch
-import torch
 from toolkit.launch.environment import place_of
 from toolkit.launch.world import _set_threads
-
 def main():
     os.sched_getaffinity = lambda _: set(range(8))
-    place = place_of(os.environ)
-    _set_threads(place)
-    sys.stdout.write(f"{place.local_world_size} x {torch.get_num_threads()}\\n")
-
-if __name__ == "__main__":
-    launch.run(main)
+    _set_threads(place_of(os.environ))
+    os.write(1, f"{torch.get_num_threads()} threads\\n".encode())
+launch.run(main)
 """
 TORCHRUN_2 = ["torchrun", "--standalone", "--nproc_per_node", "2"]
 FILE = ["--config_file", str(CONFIGS / "ddp.yaml")]
@@ -142,7 +137,7 @@ def test_threads_of_each_launcher(
     (tmp_path / "threads.py").write_text(SCRIPT)
     command = ["env", variable, *before, tmp_path / "threads.py", *behind]
     finished = start(command, fresh=True).succeeded()
-    assert finished.out.split("\n").count(f"2 x {threads}") == 2, finished
+    assert finished.out.count(f"{threads} threads") == 2, finished
 
 
 ONE = {"OMP_NUM_THREADS": "1"}
