@@ -195,7 +195,8 @@ def _processes_in(space: str) -> list[psutil.Process]:
 def _remove(space: str) -> None:
     if not Path("/var/run/netns", space).exists():
         return
-    while running := _processes_in(space):  # one may start another while it is being killed
+    for _ in range(5):  # a process may start another while it is being killed
+        running = _processes_in(space)
         for process in running:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

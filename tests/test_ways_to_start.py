@@ -99,19 +99,6 @@ def test_file_after_the_script_and_a_taken_port(
     assert_run(finished, tmp_path / "run", reference, 3)
 
 
-@pytest.mark.multiprocess
-def test_launcher_that_starts_too_few_processes(settings: list[str], tmp_path: Path) -> None:
-    """`accelerate launch` silently starts one process for this file."""
-    config, output = tmp_path / "cpu.yaml", tmp_path / "run"
-    head = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\n"
-    config.write_text(f"{head}num_machines: 1\nnum_processes: 2\nuse_cpu: true\n")
-    words = ["accelerate", "launch", "--config_file", config, SCRIPT]
-    done = start([*words, *settings, "--output_dir", output], fresh=True)
-    assert done.code != 0
-    assert "asks for 2 processes, and 1 joined" in done.error_lines[0]
-    assert not output.exists()
-
-
 def _imports_torch(process: psutil.Process) -> bool:
     try:
         return "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()

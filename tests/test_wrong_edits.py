@@ -31,8 +31,9 @@ def read_cases() -> list[Any]:
         head, _, body = text.partition("\n")
         name, way, answer = head.split(" | ")
         marks = () if name.endswith(" *") else pytest.mark.slow
+        name = name.removesuffix(" *")
         diffs = (IMPORT, *body.strip("\n").split("\n\n"))
-        cases.append(pytest.param(name.strip(" *"), way, diffs, answer, marks=marks, id=name))
+        cases.append(pytest.param(name, way, diffs, answer, marks=marks, id=name))
     return cases
 
 

@@ -52,6 +52,7 @@ def test_processes_that_accelerate_launch_requests(
 
 
 def test_wrong_world_size(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`accelerate launch` silently starts one process for a config file for CPUs."""
     verify_world(ALONE)
     monkeypatch.setenv(MARKER, json.dumps({"num_processes": 4, "config_file": "my.yaml"}))
     refusal(verify_world, ALONE, match=r"my\.yaml asks for 4 processes, and 1 joined")
