@@ -202,6 +202,6 @@ def _remove(space: str) -> None:
                 process.kill()
         psutil.wait_procs(running, timeout=3)
     _ip("netns", "del", space)
-    shutil.rmtree(_ETC / space)
+    shutil.rmtree(_ETC / space, ignore_errors=True)
     with contextlib.suppress(OSError):
         _ETC.rmdir()  # if it is empty
