@@ -1,17 +1,16 @@
-"""Runs recipes/cls.py and ends or stops one of its processes after step 4. Its tracker `trackio` is a fake that writes
-its steps when it is closed, not before.
+"""Runs recipes/cls.py and ends or stops one of its processes after step 4. Its tracker writes a file `late` with its
+steps when it is closed, not before.
 
 python tests/failing_worker.py HOW RANK ARGUMENTS_OF_THE_RECIPE
 """
 
+import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -28,24 +27,17 @@ def interrupt_twice() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-class LateTracker:
-    name = "trackio"
-    requires_logging_directory = False
+def log_late() -> None:
+    from accelerate.tracking import TensorBoardTracker
 
-    def __init__(self, run_name: str, name: str) -> None:
-        self.path, self.steps = Path(run_name), list[str]()  # the project is the file
+    steps: list[Any] = []
 
-    def start(self) -> None:
-        pass
+    def finish(tracker: Any) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            Path(tracker.logging_dir, "late").write_text(json.dumps(steps), encoding="utf-8")
 
-    def store_init_configuration(self, values: Any) -> None:
-        pass
-
-    def log(self, values: Any, step: int) -> None:
-        self.steps.append(f"{step}\n")
-
-    def finish(self) -> None:
-        self.path.write_text("".join(self.steps), encoding="utf-8")
+    TensorBoardTracker.log = lambda tracker, values, step: steps.append(step)  # type: ignore
+    TensorBoardTracker.finish = finish  # type: ignore[method-assign]
 
 
 WAYS: dict[str, Callable[[], object]] = {
@@ -58,7 +50,6 @@ WAYS: dict[str, Callable[[], object]] = {
 
 if __name__ == "__main__":
     import torch
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     from recipes import cls
     from toolkit import launch
@@ -67,9 +58,7 @@ if __name__ == "__main__":
     how, rank = sys.argv[1:3]
     if "--config_file" not in sys.argv:
         del sys.argv[1:3]
-        sys.modules["trackio"] = ModuleType("trackio")
-        sys.modules["trackio"].__spec__ = ModuleSpec("trackio", None)
-        LOGGER_TYPE_TO_CLASS["trackio"] = LateTracker  # type: ignore[assignment]
+        log_late()
         micro_batches = Step.micro_batches
 
         def ending(step: Any, model: Any) -> Iterator[Any]:

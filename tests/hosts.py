@@ -10,7 +10,6 @@ system but for /etc/hosts and TMPDIR. Whatever still runs in them when the block
 """
 
 import contextlib
-import itertools
 import os
 import shlex
 import shutil
@@ -25,34 +24,29 @@ from typing import Any, Self
 import psutil
 import pytest
 
+from tests.inputs import session_folder
 from tests.runs import Finished, Process, begin, fork
 
 HOSTS = ("a", "b")
 NAMES = {"a": "hostA", "b": "hostB"}
-"""Their host names."""
 ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}
 INTERFACE = "eth0"
 _WRONG_HARDWARE_ADDRESS = "02:00:00:00:00:99"
-_PREFIX = "tk2h"
-_COUNTER = itertools.count()
+_PREFIX = f"tk2h{os.getpid()}"
 _ETC = Path("/etc/netns")
 
 
 class TwoHosts:
-    """Hosts "a" and "b". As on Debian, each resolves its own name to 127.0.1.1. With `forks`, Python
-    scripts and modules and `accelerate` start as forks of a process with warm imports."""
+    """Hosts "a" and "b". As on Debian, each resolves its own name to 127.0.1.1. Python scripts and
+    modules and `accelerate` start as forks of a process with warm imports."""
 
-    def __init__(self, forks: bool = False) -> None:
-        self._forks = forks
-        stem = f"{_PREFIX}{os.getpid()}x{next(_COUNTER)}"
-        self._spaces = {host: f"{stem}{host}" for host in HOSTS}
-        self._folder = Path()
+    def __init__(self) -> None:
+        self._spaces = {host: f"{_PREFIX}{host}" for host in HOSTS}
+        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=session_folder()))
         self._started: list[Process] = []
         self._rules: list[tuple[str, tuple[str, ...]]] = []
 
     def __enter__(self) -> Self:
-        _remove_leftovers()
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}x"))
         try:
             self._build()
         except BaseException:
@@ -65,7 +59,6 @@ class TwoHosts:
             _remove(space)
         for process in self._started:
             process.__exit__()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _build(self) -> None:
         for host, space in self._spaces.items():
@@ -97,12 +90,13 @@ class TwoHosts:
         variables = {"TMPDIR": str(self._folder / host), **(env or {})}
         program, *words = map(str, command)
         files = {str(path): str(source) for path, source in (binds or {}).items()}
-        is_script = program == sys.executable and words[0] != "-c"
-        if self._forks and not fresh and (program == "accelerate" or is_script):
-            script = [Path(sys.executable).with_name(program)] if program == "accelerate" else []
+        is_python = program == sys.executable and words[0] != "-c"
+        if program == "accelerate":
+            is_python, words = True, [str(Path(sys.executable).with_name(program)), *words]
+        if is_python and not fresh:
             inside = {"space": self._spaces[host], "name": NAMES[host], "binds": files}
             variables = {"TESTS_WITHOUT_PAGES": "", **variables}
-            process = fork([*script, *words], variables, inside=inside)
+            process = fork(words, variables, inside=inside)
         else:
             mounts = [shlex.join(["mount", "--bind", *pair[::-1]]) for pair in files.items()]
             prepare = [f"echo {NAMES[host]} > /proc/sys/kernel/hostname", *mounts, 'exec "$@"']
@@ -142,12 +136,6 @@ class TwoHosts:
     def processes(self, host: str) -> list[psutil.Process]:
         return _processes_in(self._spaces[host])
 
-    def shell_on(self, host: str) -> str:
-        """A shell command prefix that runs the next argument, a script, on a host."""
-        prepare = f'echo {NAMES[host]} > /proc/sys/kernel/hostname; exec sh -c "$1"'
-        enter = f"exec ip netns exec {self._spaces[host]} unshare --uts"
-        return f"{enter} -- sh -c {shlex.quote(prepare)} sh"
-
     def ip(self, host: str, *words: str) -> str:
         return _ip("-n", self._spaces[host], *words)
 
@@ -181,28 +169,12 @@ class TwoHosts:
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[TwoHosts]:
     """Skips if network namespaces are not available, but never in CI."""
-    if fault := _why_unavailable():
-        if os.environ.get("CI"):
-            pytest.fail(f"two hosts are needed here: {fault}")
-        pytest.skip(f"two hosts: {fault}")
-    with TwoHosts(forks=True) as hosts:
+    probe = ["unshare", "--net", "--mount", "--uts", "true"]
+    can = shutil.which("ip") and shutil.which("unshare") and subprocess.call(probe) == 0
+    if not can and not os.environ.get("CI"):
+        pytest.skip("two hosts need root on Linux, iproute2 and util-linux")
+    with TwoHosts() as hosts:
         yield hosts
-
-
-def _why_unavailable() -> str | None:
-    """Why network namespaces are not available, or None."""
-    if sys.platform != "linux" or os.geteuid() != 0:
-        return "network namespaces need root on Linux"
-    missing = [tool for tool in ("ip", "unshare") if shutil.which(tool) is None]
-    if missing:
-        return f"{missing[0]} is not installed (iproute2, util-linux)"
-    probe = f"{_PREFIX}{os.getpid()}probe"
-    try:
-        _ip("netns", "add", probe)
-        _ip("netns", "del", probe)
-    except RuntimeError as error:
-        return str(error)
-    return None
 
 
 def _ip(*words: str) -> str:
@@ -214,37 +186,22 @@ def _ip(*words: str) -> str:
 
 def _processes_in(space: str) -> list[psutil.Process]:
     processes = []
-    with contextlib.suppress(RuntimeError):  # the namespace is gone already
-        for pid in _ip("netns", "pids", space).split():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                processes.append(psutil.Process(int(pid)))
+    for pid in _ip("netns", "pids", space).split():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(int(pid)))
     return processes
 
 
 def _remove(space: str) -> None:
+    if not Path("/var/run/netns", space).exists():
+        return
     for _ in range(5):  # a process may start another while it is being killed
         running = _processes_in(space)
         for process in running:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        if not running:
-            break
         psutil.wait_procs(running, timeout=3)
-    with contextlib.suppress(RuntimeError):
-        _ip("netns", "del", space)
+    _ip("netns", "del", space)
     shutil.rmtree(_ETC / space, ignore_errors=True)
     with contextlib.suppress(OSError):
         _ETC.rmdir()  # if it is empty
-
-
-def _remove_leftovers() -> None:
-    """Removes hosts of killed test sessions, whose process id is in their names."""
-    listed = [line.split()[0] for line in _ip("netns", "list").splitlines() if line.strip()]
-    for space in listed:
-        owner = space.removeprefix(_PREFIX).partition("x")[0]
-        if space.startswith(_PREFIX) and owner.isdigit() and not psutil.pid_exists(int(owner)):
-            _remove(space)
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*x*"):
-        owner = folder.name.removeprefix(_PREFIX).partition("x")[0]
-        if owner.isdigit() and not psutil.pid_exists(int(owner)):
-            shutil.rmtree(folder, ignore_errors=True)

@@ -16,15 +16,14 @@ from kubeflow_trainer_api import models
 from tests.launch.test_machines import pretend_network
 from tests.runs import ROOT
 from toolkit.cli import build_parser
-from toolkit.launch.environment import set_torch_variables
 from toolkit.launch.options import plan_launch, split_arguments
 
 FOLDER = ROOT / "docs" / "cluster"
+BY_ACCELERATE, BY_SRUN = "slurm-accelerate.sbatch", "slurm-srun.sbatch"
 # In place of srun and scontrol: logs its arguments and ends as `what` says.
 STUB = """#!/bin/bash
-echo "$(basename "$0") $*" >> {log}
+echo "$(basename "$0") $*" >> {folder}/log
 [ "$1" != show ] || printf 'gpu03\\ngpu04\\n'
-for word in "$@"; do case "$last" in --output_dir) folder=$word;; esac; last=$word; done
 trap 'exit 138' USR1
 touch {folder}/here
 case {what} in
@@ -33,6 +32,11 @@ case {what} in
     fails) exit 3;;
 esac
 """
+
+
+@pytest.fixture(autouse=True)
+def _network(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_network(monkeypatch, ["10.0.0.9"])
 
 
 def text_of(name: str) -> str:
@@ -58,7 +62,7 @@ def options_of(name: str) -> dict[str, str]:
 
 
 def test_each_slurm_file_starts_the_right_tasks() -> None:
-    by_accelerate, by_srun = map(options_of, ("slurm-accelerate.sbatch", "slurm-srun.sbatch"))
+    by_accelerate, by_srun = map(options_of, (BY_ACCELERATE, BY_SRUN))
     assert by_accelerate["nodes"] == by_srun["nodes"] == "2"
     assert by_accelerate["ntasks-per-node"] == "1"
     assert by_srun["ntasks-per-node"] == by_srun["gpus-per-node"]
@@ -70,38 +74,40 @@ def test_shards_match_the_tasks(tmp_path: Path) -> None:
     (pod,) = job["template"]["spec"]["containers"]
     env = {variable["name"]: variable["value"] for variable in pod["env"]}
     assert (job["completionMode"], str(job["completions"])) == ("Indexed", env["SHARDS"])
-    (tmp_path / "toolkit").write_text('#!/bin/bash\necho "$@"\n')
-    (tmp_path / "toolkit").chmod(0o755)
-    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    write_program(tmp_path / "toolkit", '#!/bin/bash\necho "$@"\n')
     batch = text_of("slurm-predict.sbatch").replace("source .venv", "true .venv")
     runs = [
         (["bash", "-c", batch], {"SLURM_ARRAY_TASK_ID": "64"}),
         ([*pod["command"], *pod["args"]], env | {"JOB_COMPLETION_INDEX": "63"}),
     ]
     for command, variables in runs:
-        words = subprocess.check_output(command, env=path | variables, text=True).split()
+        words = subprocess.check_output(
+            command, env=path_with(tmp_path) | variables, text=True
+        ).split()
         assert words[words.index("--shard") + 1] == "64/64"
         build_parser().parse_args(words)
+
+
+def write_program(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o755)
+
+
+def path_with(folder: Path) -> dict[str, str]:
+    return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
 
 
 def start_batch(
     name: str, what: str, folder: Path, restarts: int = 0, **variables: str
 ) -> subprocess.Popen[str]:
-    (folder / "bin").mkdir()
     for command, end in (("srun", what), ("scontrol", "nothing")):
-        stub = STUB.format(log=folder / "log", folder=folder, what=end)
-        (folder / "bin" / command).write_text(stub, encoding="utf-8")
-        (folder / "bin" / command).chmod(0o755)
+        write_program(folder / command, STUB.format(folder=folder, what=end))
     text = text_of(name).replace("source .venv/bin/activate\n", "")
     (folder / name).write_text(text.replace("runs/reviews", str(folder / "run")), encoding="utf-8")
     job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_RESTART_COUNT": str(restarts)}
-    path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    env = {**os.environ, **job, **variables, "PATH": path}
+    env = {**os.environ, **job, **variables, **path_with(folder)}
     command = ["bash", folder / name]
     return subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
-
-
-BY_ACCELERATE, BY_SRUN = "slurm-accelerate.sbatch", "slurm-srun.sbatch"
 
 
 @pytest.mark.parametrize(
@@ -137,45 +143,29 @@ def wait_for_trap(pid: int, here: Path) -> None:
         has_trap = bool(int(caught, 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
-def test_doctor_on_each_node(tmp_path: Path) -> None:
-    process = start_batch(BY_SRUN, "finishes", tmp_path, DOCTOR="yes")
-    assert process.communicate(timeout=30)[1] == ""
-    command = (
-        "--ntasks=2 --ntasks-per-node=1 toolkit doctor --num_machines 2 --main_process_ip gpu03\n"
-    )
-    assert command in (tmp_path / "log").read_text(encoding="utf-8")
+def started_by(name: str, folder: Path, **variables: str) -> tuple[list[str], str]:
+    """The arguments of `python` in the batch file's srun, and the log."""
+    start_batch(name, "finishes", folder, **variables).communicate(timeout=30)
+    log = (folder / "log").read_text(encoding="utf-8")
+    return re.findall(" python (.*)", log)[0].split(), log
 
 
-def started_by(name: str, folder: Path) -> list[str]:
-    """The arguments of `python` in the batch file's srun."""
-    start_batch(name, "stops", folder).communicate(timeout=30)
-    lines = (folder / "log").read_text(encoding="utf-8").splitlines()
-    return next(line for line in lines if " python " in line).partition(" python ")[2].split()
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_each_node_of_a_slurm_job_starts_its_part(
-    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend_network(monkeypatch, ["10.0.0.9"])
-    script, *words = started_by(BY_ACCELERATE, tmp_path)
+def test_each_node_of_a_slurm_job_starts_its_part(tmp_path: Path) -> None:
+    (script, *words), _ = started_by(BY_ACCELERATE, tmp_path)
     options, rest = split_arguments(words)
-    machines = plan_launch(options, [script, *rest], {"SLURM_NODEID": str(rank)}).machines
-    assert (machines.rank, machines.count, machines.first) == (rank, 2, "gpu03")
     assert "--checkpoint_every" in rest
+    for rank in (0, 1):
+        machines = plan_launch(options, [script, *rest], {"SLURM_NODEID": str(rank)}).machines
+        assert (machines.rank, machines.count, machines.first) == (rank, 2, "gpu03")
 
 
-def test_each_task_of_a_slurm_job_knows_its_rank(tmp_path: Path) -> None:
-    options, _ = split_arguments(started_by(BY_SRUN, tmp_path)[1:])
-    assert options.config_file is None  # srun is the launcher
-    env = {
-        "SLURM_PROCID": "11", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "3",
-        "SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_JOB_ID": "77", "MASTER_ADDR": "gpu03",
-    }  # fmt: skip
-    place = set_torch_variables(env)
-    ranks = place.rank, place.local_rank, place.local_world_size, place.world_size
-    assert ranks == (11, 3, 8, 16)
+def test_srun_is_the_launcher_of_each_task(tmp_path: Path) -> None:
+    """Ranks from its variables: tests/launch/test_environment.py. With DOCTOR each node tests itself before."""
+    words, log = started_by(BY_SRUN, tmp_path, DOCTOR="yes")
+    assert split_arguments(words)[0].config_file is None
     assert "export MASTER_ADDR=$(scontrol show hostnames" in text_of(BY_SRUN)
+    command = "toolkit doctor --num_machines 2 --main_process_ip gpu03\n"
+    assert f"--ntasks=2 --ntasks-per-node=1 {command}" in log
 
 
 def pod_of(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -194,9 +184,7 @@ def pod_of(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["pytorchjob.yaml", "trainjob.yaml"])
-def test_pods_share_a_volume_and_use_each_gpu(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pods_share_a_volume_and_use_each_gpu(name: str, tmp_path: Path) -> None:
     container, pod = pod_of(name)
     claim = yaml.safe_load(text_of("volume.yaml"))
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
@@ -204,45 +192,33 @@ def test_pods_share_a_volume_and_use_each_gpu(
     assert volumes["shared"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     assert {"/shared", "/dev/shm"} == {mount["mountPath"] for mount in container["volumeMounts"]}
     assert container["resources"]["limits"]["nvidia.com/gpu"] == container["processes"]
-    env = {
-        "PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "1",
-        "PET_MASTER_ADDR": "reviews-0",
-    }  # fmt: skip
+    env = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "1"}
+    env |= {"PET_MASTER_ADDR": "reviews-0"}
     env |= {entry["name"]: entry["value"] for entry in container["env"]}
     arguments = [word.replace("/shared", str(tmp_path)) for word in container["args"]]
-    starts_rank_one_of_sixteen(["bash", FOLDER / "pod.sh", *arguments], env, tmp_path, monkeypatch)
+    starts_rank_one_of_sixteen(["bash", FOLDER / "pod.sh", *arguments], env, tmp_path)
 
 
-def test_a_skypilot_task_starts_a_process_for_each_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_skypilot_task_starts_a_process_for_each_gpu(tmp_path: Path) -> None:
     """With the variables of SkyPilot's manual (Distributed Jobs on Many Nodes)."""
     task = yaml.safe_load(text_of("skypilot.yaml"))
-    env = {
-        "SKYPILOT_NUM_NODES": str(task["num_nodes"]),
-        "SKYPILOT_NUM_GPUS_PER_NODE": task["resources"]["accelerators"].partition(":")[2],
-        "SKYPILOT_NODE_RANK": "1",
-        "SKYPILOT_NODE_IPS": "reviews-0\nreviews-1",
-    }
-    script = task["run"].replace("source .venv", "true .venv").replace("/shared", str(tmp_path))
-    starts_rank_one_of_sixteen(["bash", "-ec", script], env | task["envs"], tmp_path, monkeypatch)
     assert all(line.startswith("/shared") for line in task["volumes"])
+    env = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "reviews-0\nreviews-1", **task["envs"]}
+    env["SKYPILOT_NUM_NODES"] = str(task["num_nodes"])
+    env["SKYPILOT_NUM_GPUS_PER_NODE"] = task["resources"]["accelerators"].partition(":")[2]
+    script = task["run"].replace("source .venv", "true .venv").replace("/shared", str(tmp_path))
+    starts_rank_one_of_sixteen(["bash", "-ec", script], env, tmp_path)
 
 
 def starts_rank_one_of_sixteen(
-    command: Sequence[str | Path],
-    env: Mapping[str, str],
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    command: Sequence[str | Path], env: Mapping[str, str], folder: Path
 ) -> None:
-    log, python = folder / "arguments", folder / "python"
-    python.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" > {log}\n', encoding="utf-8")
-    python.chmod(0o755)
-    path = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
-    subprocess.run(command, cwd=ROOT, env={**os.environ, **env, **path}, check=True, timeout=60)
+    log = folder / "arguments"
+    write_program(folder / "python", f'#!/bin/bash\nprintf "%s\\n" "$@" > {log}\n')
+    variables = {**os.environ, **env, **path_with(folder)}
+    subprocess.run(command, cwd=ROOT, env=variables, check=True, timeout=60)
     script, *words = log.read_text(encoding="utf-8").splitlines()
-    pretend_network(monkeypatch, ["10.0.0.9"])
     options, rest = split_arguments(words)
     request = plan_launch(options, [script, *rest], {})
-    machines = request.machines
-    assert (machines.rank, machines.first, request.processes) == (1, "reviews-0", 16)
+    assert (request.machines.rank, request.machines.first) == (1, "reviews-0")
+    assert request.processes == 16

@@ -24,80 +24,53 @@ OTHERS = {"config_file", "num_processes", "machine_rank", "main_process_ip", "ma
           "model_path", "model_name", "port", "rest_port", "local_dir", "backend-store-uri", "quiet"}  # fmt: skip
 
 
+ENGLISH = [page for page in (ROOT / "docs").glob("*.md") if ".zh." not in page.name]
+# it defines a setting and a command; decisions.md names what was dropped
+WITH_UNKNOWN_NAMES = ("your-own-feature", "decisions")
+# with texts of its language; only in English
+WITH_OTHER_PROGRAMS = ("first-labels", "your-own-feature")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_and_headings_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    named = set(
-        re.findall(
-            r"\b(?:recipes|accelerate_configs|ds_configs|docs|benchmarks|tests)/[\w./-]+\w\.\w+",
-            text,
-        )
-    )
-    links = {link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link}
+    folders = "recipes|accelerate_configs|ds_configs|docs|benchmarks|tests"
+    named = re.findall(rf"\b(?:{folders})/[\w./-]+\w\.\w+", text)
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
     missing = [name for name in named if not (ROOT / name).exists()]
     missing += [link for link in links if not (page.parent / link).exists()]
     assert not missing
     for file, heading in re.findall(r"\]\(([\w./-]*)#([^)]+)\)", text):
         target = page.parent / file if file else page
         titles = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
-        assert heading in {
-            re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles
-        }
+        anchors = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+        assert heading in anchors
 
 
-@pytest.mark.parametrize(
-    "page", [*PAGES, *sorted((ROOT / "recipes").iterdir())], ids=lambda page: page.name
-)
-def test_a_recipe_that_gets_data_gets_a_model(page: Path) -> None:
-    """On the command line or in a settings file; `…` stands for the rest of a command."""
-    for line in page.read_text(encoding="utf-8").replace("\\\n", "").splitlines():
-        if re.search(r"recipes/\w+\.py [^`]*--(train_file|dataset_name) ", line):
-            assert re.search(r"--model_name_or_path|\.py \S+\.yaml|…", line)
-
-
-@pytest.mark.parametrize(
-    "page", sorted({p.name.split(".")[0] for p in (ROOT / "docs").glob("*.md")})
-)
-def test_every_page_exists_in_both_languages_with_the_same_programs(page: str) -> None:
+@pytest.mark.parametrize("english", ENGLISH, ids=lambda page: page.name)
+def test_every_page_exists_in_both_languages_with_the_same_programs(english: Path) -> None:
     """But for their comments; each links to the other."""
-    english, chinese = (
-        (ROOT / "docs" / f"{page}{ending}").read_text(encoding="utf-8")
-        for ending in (".md", ".zh.md")
-    )
-    for text, other in ((english, f"{page}.zh.md"), (chinese, f"{page}.md")):
-        assert f"]({other})" in "".join(text.splitlines(keepends=True)[:4])
-    if page not in (
-        "first-labels",
-        "your-own-feature",
-    ):  # with texts of its language; only in English
-        programs, translated = (
-            re.findall(r"```(?:python|diff)\n(.*?)```", text, re.S) for text in (english, chinese)
-        )
-        assert [re.sub("#.*", "", text) for text in programs] == [
-            re.sub("#.*", "", text) for text in translated
-        ]
+    chinese = english.with_suffix(".zh.md")
+    programs = []
+    for page, other in ((english, chinese), (chinese, english)):
+        text = page.read_text(encoding="utf-8")
+        assert f"]({other.name})" in "".join(text.splitlines(keepends=True)[:4])
+        blocks = re.findall(r"```(?:python|diff)\n(.*?)```", text, re.S)
+        programs.append([re.sub("#.*", "", block) for block in blocks])
+    assert programs[0] == programs[1] or english.stem in WITH_OTHER_PROGRAMS
 
 
-# it defines a setting and a command; decisions.md names what was dropped
-WITH_UNKNOWN_NAMES = ("your-own-feature", "decisions")
-
-
-@pytest.mark.parametrize(
-    "page", [p for p in PAGES if not p.name.startswith(WITH_UNKNOWN_NAMES)], ids=lambda p: p.name
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_settings_and_subcommands_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     known = {name for task in tasks().values() for section in sections_of(task).values()
              for name in section.__dataclass_fields__}  # fmt: skip
-    named = set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", text))
-    subcommands: dict[str, argparse.ArgumentParser] = dict(
-        next(action for action in build_parser()._actions if action.dest == "command").choices or {}
-    )
-    known |= {
-        option.removeprefix("--")
-        for parser in subcommands.values()
-        for option in parser._option_string_actions
-    }
-    assert not named - known - OTHERS
-    commands = set(re.findall(r"^toolkit ([\w-]+)|(?:`|bin/)toolkit ([\w-]+)", text, re.MULTILINE))
-    assert {quoted or plain for plain, quoted in commands} <= set(subcommands)
+    (commands,) = [each for each in build_parser()._actions if each.dest == "command"]
+    subcommands: dict[str, argparse.ArgumentParser] = dict(commands.choices or {})
+    for parser in subcommands.values():
+        known |= {option.removeprefix("--") for option in parser._option_string_actions}
+    options = set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", text))
+    pattern = r"(?:^toolkit |`toolkit |bin/toolkit )([\w-]+)"
+    if not page.name.startswith(WITH_UNKNOWN_NAMES):
+        assert not options - known - OTHERS
+        assert set(re.findall(pattern, text, re.MULTILINE)) <= set(subcommands)

@@ -9,27 +9,19 @@ from safetensors.torch import save_file
 
 from toolkit.errors import system_error_line
 
-FAULTS: dict[str, tuple[Callable[[], object], str | None]] = {
-    "missing": (
-        lambda: Path("/no/such.json").read_text(),
-        "/no/such.json: No such file or directory",
-    ),
-    "a folder": (lambda: Path("/tmp").read_text(), "/tmp: Is a directory"),
-    "full": (lambda: Path("/dev/full").write_text("x"), "No space left on device"),
-    "weights": (
-        lambda: save_file({"a": torch.ones(1)}, "/no/such.safetensors"),
-        "No such file or directory",
-    ),
-    "memory": (lambda: bytearray(1 << 62), "out of memory"),
-    "a bug": (lambda: {}["x"], None),
-}
+FAULTS: list[tuple[Callable[[], object], str]] = [
+    (lambda: Path("/no/such.json").read_text(), "/no/such.json: No such file or directory"),
+    (lambda: Path("/dev/full").write_text("x"), "No space left on device"),
+    (lambda: save_file({"a": torch.ones(1)}, "/no/a.safetensors"), "No such file or directory"),
+    (lambda: bytearray(1 << 62), "out of memory"),
+    (lambda: {}["x"], "None"),  # a bug
+]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_system_errors_are_one_line(fault: str) -> None:
-    act, message = FAULTS[fault]
+@pytest.mark.parametrize(("act", "message"), FAULTS)
+def test_system_errors_are_one_line(act: Callable[[], object], message: str) -> None:
     with pytest.raises(Exception) as caught:  # noqa: PT011
         act()
-    line = system_error_line(caught.value)
-    assert (line is None) == (message is None)
-    assert message is None or (message in str(line) and "\n" not in str(line))
+    line = str(system_error_line(caught.value))
+    assert message in line
+    assert "\n" not in line

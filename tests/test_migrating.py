@@ -9,7 +9,6 @@ import pytest
 
 from tests.runs import ROOT, Finished, fork, free_port, lines_of, train
 
-PAGES = [ROOT / "docs" / "migrating.md", ROOT / "docs" / "migrating.zh.md"]
 VALIDATION = 101
 
 
@@ -17,7 +16,7 @@ VALIDATION = 101
 def folder(tmp_path_factory: pytest.TempPathFactory, reviews: Path) -> Path:
     """The scripts of the page, and reviews for them, with an odd number of validation rows."""
     folder = tmp_path_factory.mktemp("migrating")
-    page = PAGES[0].read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
     for name, text in re.findall(r"<!-- file: (\w+\.py) -->\n```python\n(.*?)```", page, re.DOTALL):
         (folder / name).write_text(text, encoding="utf-8")
     rows = pd.read_csv(reviews)

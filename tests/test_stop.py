@@ -4,9 +4,9 @@ import os
 import shlex
 import signal
 import sys
-import time
 from html import unescape
 from pathlib import Path
+from signal import SIGINT, SIGKILL, SIGTERM, SIGUSR1
 
 import psutil
 import pytest
@@ -19,42 +19,35 @@ ACCELERATE, DEEPSPEED = ["accelerate", "launch", SCRIPT], ["deepspeed", "--num_g
 ONE, DDP, ZERO3 = (
     ["--config_file", f"accelerate_configs/{name}.yaml"] for name in ("single", "ddp", "zero3")
 )
-INT, TERM, USR1, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL
 # name -> (words before the settings, words after them, signal, whether to the whole process group,
 # exit code: other launchers have their own)
 CASES: dict[str, tuple[list[str], list[str], signal.Signals, bool, int]] = {
-    "python and a file, SIGTERM": (PYTHON, DDP, TERM, False, 143),
-    "python and a file, Ctrl-C": (PYTHON, ZERO3, INT, True, 130),
-    "python and a file for one process, SIGTERM": (PYTHON, ONE, TERM, False, 143),
-    "torchrun, SIGTERM": (TORCHRUN, [], TERM, False, 1),
-    "python and a file, the launcher killed": (PYTHON, DDP, KILL, False, -9),
-    "python, SIGTERM": (PYTHON, [], TERM, False, 143),
-    "python, SIGUSR1": (PYTHON, [], USR1, False, 138),
-    "python, Ctrl-C": (PYTHON, [], INT, False, 130),
-    "python and a file, SIGUSR1": (PYTHON, ZERO3, USR1, False, 138),
-    "accelerate launch, SIGTERM to all": (ACCELERATE, DDP, TERM, True, -15),
-    "torchrun, Ctrl-C": (TORCHRUN, [], INT, True, 1),
-    "deepspeed, SIGTERM to all": (DEEPSPEED, [], TERM, True, -15),
+    "python and a file, SIGTERM": (PYTHON, DDP, SIGTERM, False, 143),
+    "python and a file, Ctrl-C": (PYTHON, ZERO3, SIGINT, True, 130),
+    "python and a file for one process, SIGTERM": (PYTHON, ONE, SIGTERM, False, 143),
+    "torchrun, SIGTERM": (TORCHRUN, [], SIGTERM, False, 1),
+    "python and a file, the launcher killed": (PYTHON, DDP, SIGKILL, False, -9),
+    "python, Ctrl-C": (PYTHON, [], SIGINT, False, 130),
+    "python and a file, SIGUSR1": (PYTHON, ZERO3, SIGUSR1, False, 138),
+    "accelerate launch, SIGTERM to all": (ACCELERATE, DDP, SIGTERM, True, -15),
+    "torchrun, Ctrl-C": (TORCHRUN, [], SIGINT, True, 1),
+    "deepspeed, SIGTERM to all": (DEEPSPEED, [], SIGTERM, True, -15),
 }
-STEPS = 4000
 
 
 @pytest.fixture(scope="module")
 def settings(tiny_job: list[str]) -> list[str]:
-    return [
-        *tiny_job, "--dropout", "0.1", "--global_batch_size", "12", "--per_device_batch_size", "6",
-        "--eval_every", "100000",
-    ]  # fmt: skip
+    more = "--dropout 0.1 --global_batch_size 12 --per_device_batch_size 6 --eval_every 100000"
+    return [*tiny_job, *more.split()]
 
 
 def interrupt(
     command: list[str], folder: Path, number: signal.Signals, group: bool
-) -> tuple[int, str, float]:
-    """(exit code, standard error, seconds from the signal to the end)."""
-    program = []
+) -> tuple[int, str]:
+    """The exit code and standard error of a run that gets a signal after its first step, or where it stands still."""
     if command[0] != sys.executable:
-        program = [str(Path(sys.executable).with_name(command[0]))]
-    with runs.port_of(command), runs.fork([*program, *command[1:]]) as process:
+        command = [sys.executable, str(Path(sys.executable).with_name(command[0])), *command[1:]]
+    with runs.port_of(command[1:]), runs.fork(command[1:]) as process:
         stands = "stands still" in command
         if stands:
             runs.wait_until_stopped(process)
@@ -64,13 +57,12 @@ def interrupt(
         (os.killpg if group else os.kill)(process.pid, number)
         if stands:
             process.send_signal(signal.SIGCONT)
-        started = time.monotonic()
         code = process.wait(60)
         _, alive = psutil.wait_procs(below, 30)
         for one in alive:
             one.kill()
         assert alive == []
-        return code, process.left().err, time.monotonic() - started
+        return code, process.left().err
 
 
 def stop_line(error: str) -> str:
@@ -83,16 +75,16 @@ def stop_line(error: str) -> str:
 def test_stop(name: str, settings: list[str], tmp_path: Path) -> None:
     before, behind, number, group, code = CASES[name]
     folder = tmp_path / "run"
-    command = [*before, *settings, "--max_steps", str(STEPS), "--output_dir", str(folder), *behind]
-    returned, error, _ = interrupt(command, folder, number, group)
+    command = [*before, *settings, "--max_steps", "4000", "--output_dir", str(folder), *behind]
+    returned, error = interrupt(command, folder, number, group)
     assert returned == code, error[-3000:]
     # not for SIGTERM, which launchers also send after a failure
-    is_printed = number in (INT, USR1)
+    is_printed = number in (SIGINT, SIGUSR1)
     assert is_printed <= error.count(": stopping after this step") <= 1, error[-3000:]
-    line, done = stop_line(error), len(runs.losses_of(folder))
-    assert f"after step {done} of {STEPS}" in line
+    done = len(runs.losses_of(folder))
+    assert 0 < done < 4000
+    assert f"after step {done} of 4000" in stop_line(error)
     assert str((folder / "checkpoints" / "last").readlink()) == f"step-{done:08d}"
-    assert 0 < done < STEPS
 
 
 def test_same_command_resumes(settings: list[str], tmp_path: Path) -> None:
@@ -100,7 +92,7 @@ def test_same_command_resumes(settings: list[str], tmp_path: Path) -> None:
     folder, whole = tmp_path / "run", tmp_path / "whole"
     words = [*settings, "--max_steps", "84", "--logging_steps", "7", "--output_dir", str(folder)]
     command = [sys.executable, "tests/failing_worker.py", "stands still", "0", *words]
-    returned, error, _ = interrupt(command, folder, TERM, False)
+    returned, error = interrupt(command, folder, SIGTERM, False)
     assert returned == 143, error[-3000:]
     done = len(runs.losses_of(folder))
     assert done == 7  # the signal is handled when losses are gathered
@@ -117,17 +109,16 @@ def test_same_command_resumes(settings: list[str], tmp_path: Path) -> None:
 
 
 STOPPED_IN_EVALUATION = """
-import os, signal, sys
+import signal
 from toolkit.evaluation.outputs import Outputs
 from recipes import cls
 from toolkit import launch
-add, added = Outputs.add, 0
+add, added = Outputs.add, []
 def add_and_stop(self, gathered):
-    global added
-    added += 1
-    if added == 2:  # within the first evaluation, between two batches
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert added < 4
+    added.append(gathered)
+    if len(added) == 2:  # within the first evaluation, between two batches
+        signal.raise_signal(signal.SIGTERM)
+    assert len(added) < 4
     add(self, gathered)
 Outputs.add = add_and_stop
 launch.run(cls.main)
@@ -136,10 +127,10 @@ launch.run(cls.main)
 
 def test_stop_during_an_evaluation(settings: list[str], tmp_path: Path) -> None:
     """At once, with a checkpoint; the evaluations are those of a run that was not stopped."""
-    folder, whole = tmp_path / "run", tmp_path / "whole"
-    words = [*settings[:-1], "4", "--max_steps", "8", "--per_device_batch_size", "3"]
-    worker, env = tmp_path / "worker.py", {"PYTHONPATH": str(runs.ROOT)}
+    folder, whole, worker = tmp_path / "run", tmp_path / "whole", tmp_path / "worker.py"
+    words = [*settings, "--eval_every", "4", "--max_steps", "8", "--per_device_batch_size", "3"]
     worker.write_text(STOPPED_IN_EVALUATION)
+    env = {"PYTHONPATH": str(runs.ROOT)}
     stopped = runs.recipe(*words, "--output_dir", folder, script=str(worker), env=env)
     assert "stopped by SIGTERM after step 4 of 8" in stopped.err, stopped.err[-3000:]
     assert not (folder / "eval.jsonl").exists()

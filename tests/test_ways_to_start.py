@@ -14,21 +14,22 @@ import pytest
 
 from tests.runs import Finished, begin, failed, fork, losses_of, recipe, slow_but, start
 
-COMMANDS: dict[str, tuple[list[str], int, str]] = {
-    # name -> (the words before the settings, processes, distributed type)
-    "python and a file": (
-        ["recipes/cls.py", "--config_file", "accelerate_configs/zero3.yaml"], 2, "DEEPSPEED"),
-    "deepspeed x2, another config": (
-        ["deepspeed", "--num_gpus", "2", "recipes/cls.py", "--deepspeed_config", "ds_configs/zero3.json"],
-        2, "DEEPSPEED"),
-    "torchrun": (["torchrun", "--nproc_per_node", "2", "recipes/cls.py"], 2, "MULTI_CPU"),
-    "accelerate, file before the script": (
-        ["accelerate", "launch", "--config_file", "accelerate_configs/zero2.yaml", "recipes/cls.py"], 2, "DEEPSPEED"),
-    "deepspeed": (["deepspeed", "recipes/cls.py"], 1, "DEEPSPEED"),
-    "torchrun and a file": (
-        ["torchrun", "--nproc_per_node", "2", "recipes/cls.py", "--config_file", "accelerate_configs/zero1.yaml"],
-        2, "DEEPSPEED"),
-}  # fmt: skip
+SCRIPT = "recipes/cls.py"
+TORCHRUN = ["torchrun", "--nproc_per_node", "2", SCRIPT]
+ZERO1, ZERO2, ZERO3, DDP = (
+    ["--config_file", f"accelerate_configs/{name}.yaml"]
+    for name in ("zero1", "zero2", "zero3", "ddp")
+)
+STAGE_3 = ["--deepspeed_config", "ds_configs/zero3.json"]
+# name -> (the words before the settings, processes, stage of ZeRO)
+COMMANDS: dict[str, tuple[list[str], int, int]] = {
+    "python and a file": ([sys.executable, SCRIPT, *ZERO3], 2, 3),
+    "deepspeed, another config": (["deepspeed", "--num_gpus", "2", SCRIPT, *STAGE_3], 2, 3),
+    "torchrun": (TORCHRUN, 2, 0),
+    "accelerate, the file before": (["accelerate", "launch", *ZERO2, SCRIPT], 2, 2),
+    "deepspeed": (["deepspeed", SCRIPT], 1, 2),
+    "torchrun and a file": ([*TORCHRUN, *ZERO1], 2, 1),
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,31 +37,29 @@ def settings(tiny_job: list[str]) -> list[str]:
     return [*tiny_job, "--max_steps", "3", "--global_batch_size", "12"]
 
 
-def assert_run(
-    finished: Finished, folder: Path, reference: Path, processes: int, kind: str
-) -> None:
-    finished.succeeded()
-    world = json.loads((folder / "config.json").read_text())["world"]
-    assert (world["num_processes"], world["distributed_type"]) == (processes, kind)
-    assert losses_of(folder) == pytest.approx(losses_of(reference), rel=1e-5)
+def assert_run(done: Finished, run: Path, reference: Path, processes: int, stage: int = 0) -> None:
+    done.succeeded()
+    world = json.loads((run / "config.json").read_text())["world"]
+    assert world["num_processes"] == processes
+    assert world["distributed_type"] == ("DEEPSPEED" if stage else "MULTI_CPU")
+    assert not stage or world["deepspeed"]["zero_optimization"]["stage"] == stage
+    assert losses_of(run) == pytest.approx(losses_of(reference), rel=1e-5)
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", slow_but(COMMANDS, *list(COMMANDS)[:5]))
 def test_command(name: str, settings: list[str], reference: Path, tmp_path: Path) -> None:
-    words, processes, kind = COMMANDS[name]
-    command = [*words, *settings, "--output_dir", tmp_path / "run"]
-    fresh = name == "deepspeed x2, another config"  # as typed: two interpreters share no state
-    finished = start(command, fresh=fresh) if words[0] != "recipes/cls.py" else recipe(*command[1:])
-    assert_run(finished, tmp_path / "run", reference, processes, kind)
-    if "deepspeed" in name:
-        world = json.loads((tmp_path / "run" / "config.json").read_text())["world"]
-        assert world["deepspeed"]["zero_optimization"]["stage"] == (3 if "another" in name else 2)
+    (program, *words), processes, stage = COMMANDS[name]
+    words += [*settings, "--output_dir", str(tmp_path / "run")]
+    if program == sys.executable:
+        done = recipe(*words[1:])
+    else:
+        # one as typed: two interpreters share no state
+        done = start([program, *words], fresh=name == "deepspeed, another config")
+    assert_run(done, tmp_path / "run", reference, processes, stage)
 
 
-@pytest.mark.parametrize(
-    "text", ['{"zero_optimization": {"stage": 2,}}', "{}"], ids=["no JSON", "no ZeRO"]
-)
+@pytest.mark.parametrize("text", ['{"zero_optimization": {"stage": 2,}}', "{}"])
 def test_deepspeed_config_that_is_not_valid(text: str, settings: list[str], tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(text)
     words = ["--deepspeed_config", tmp_path / "ds.json", "--output_dir", tmp_path / "run"]
@@ -70,23 +69,21 @@ def test_deepspeed_config_that_is_not_valid(text: str, settings: list[str], tmp_
 @pytest.mark.multiprocess
 def test_schedulers_variables(settings: list[str], reference: Path, tmp_path: Path) -> None:
     """Two processes with only the variables that Slurm sets for a task of `srun --ntasks 2` on one node join."""
-    command = ["recipes/cls.py", *settings, "--output_dir", tmp_path / "run"]
+    command = [SCRIPT, *settings, "--output_dir", tmp_path / "run"]
     common = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "77", "SLURM_STEP_TASKS_PER_NODE": "2",
               "SLURM_STEP_NODELIST": socket.gethostname()}  # fmt: skip
     ranks = [common | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
     for process in [fork(command, variables) for variables in ranks]:
-        assert_run(process.finish(200), tmp_path / "run", reference, 2, "MULTI_CPU")
+        assert_run(process.finish(200), tmp_path / "run", reference, 2)
 
 
 @pytest.mark.multiprocess
-@pytest.mark.skipif(
-    shutil.which("mpirun") is None, reason="mpirun is not installed (apt-get install openmpi-bin)"
-)
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="needs mpirun (apt-get install openmpi-bin)")
 def test_mpirun(settings: list[str], reference: Path, tmp_path: Path) -> None:
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    words = ["mpirun", *root, "--oversubscribe", "-np", "2", sys.executable, "recipes/cls.py"]
+    words = ["mpirun", *root, "--oversubscribe", "-np", "2", sys.executable, SCRIPT]
     finished = start([*words, *settings, "--output_dir", tmp_path / "run"])
-    assert_run(finished, tmp_path / "run", reference, 2, "MULTI_CPU")
+    assert_run(finished, tmp_path / "run", reference, 2)
 
 
 @pytest.mark.multiprocess
@@ -95,31 +92,11 @@ def test_file_after_the_script_and_a_taken_port(
 ) -> None:
     """A second job on the machine uses another port. `--num_processes` after the script overrides the file."""
     with socket.create_server(("", 0)) as taken:
-        way = ["--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "3", "--main_process_port",
-               str(taken.getsockname()[1])]  # fmt: skip
-        script = ["recipes/cls.py", *settings, "--output_dir", tmp_path / "run"]
+        port = str(taken.getsockname()[1])
+        way = [*DDP, "--num_processes", "3", "--main_process_port", port]
+        script = [SCRIPT, *settings, "--output_dir", tmp_path / "run"]
         finished = start(["accelerate", "launch", *script, *way])
-    assert_run(finished, tmp_path / "run", reference, 3, "MULTI_CPU")
-
-
-MULTI_CPU = """compute_environment: LOCAL_MACHINE
-distributed_type: MULTI_CPU
-num_machines: 1
-num_processes: 2
-use_cpu: true
-"""
-
-
-@pytest.mark.multiprocess
-def test_launcher_that_starts_too_few_processes(settings: list[str], tmp_path: Path) -> None:
-    """`accelerate launch` silently starts one process for this file."""
-    config, output = tmp_path / "cpu.yaml", tmp_path / "run"
-    config.write_text(MULTI_CPU)
-    words = ["accelerate", "launch", "--config_file", config, "recipes/cls.py"]
-    done = start([*words, *settings, "--output_dir", output], fresh=True)
-    assert done.code != 0
-    assert "asks for 2 processes, and 1 joined" in done.error_lines[0]
-    assert not output.exists()
+    assert_run(finished, tmp_path / "run", reference, 3)
 
 
 def _imports_torch(process: psutil.Process) -> bool:
@@ -133,8 +110,8 @@ def _imports_torch(process: psutil.Process) -> bool:
 @pytest.mark.parametrize("who", ["one process", "the launcher", "its processes"])
 def test_ctrl_c_during_imports(who: str, tmp_path: Path) -> None:
     """Sent to all processes, as by a terminal."""
-    way = [] if who == "one process" else ["--config_file", "accelerate_configs/ddp.yaml"]
-    command = [sys.executable, "recipes/cls.py", "--output_dir", str(tmp_path / "run"), *way]
+    way = [] if who == "one process" else DDP
+    command = [sys.executable, SCRIPT, "--output_dir", str(tmp_path / "run"), *way]
     started = begin(command)
     first, watched = psutil.Process(started.pid), []
     while sum(map(_imports_torch, watched)) < (2 if who == "its processes" else 1):

@@ -1,77 +1,37 @@
-"""docs/your-own-recipe.md: each edit of recipes/cls.py runs, with equal losses under every launch."""
+"""docs/your-own-recipe.md: each edit of recipes/cls.py runs, with equal losses under every launch, and resumes."""
 
-import functools
-import itertools
 import json
 import re
-import shutil
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
-import torch
 from safetensors.numpy import load_file
-from transformers import AutoModelForSequenceClassification, BertConfig, BertModel
+from transformers import AutoModelForSequenceClassification
 
-from tests.jobs_worker import run_jobs
-from tests.runs import ROOT, WAYS, lines_of, losses_of
+from tests import inputs
+from tests.matrix import TINY, runs
+from tests.runs import ROOT, assert_same_run, lines_of, losses_of, recipe, slow_but
 
 PAGES = [ROOT / "docs" / "your-own-recipe.md", ROOT / "docs" / "your-own-recipe.zh.md"]
-AGAIN = ("learned", "sgd", "schedule", "own_model", "noise")  # stopped and resumed, too
 # run -> (edit, its settings)
 JOBS: dict[str, tuple[str, list[Any]]] = {
     "focal": ("focal", ["--gamma", 1.5, "--rare_weight", 2]),
     "learned with LoRA": ("learned", ["--lora_r", 4, "--ema_decay", 0.5]),
     "contrastive in fewer": ("contrastive", ["--per_device_batch_size", 22]),
     "metric": ("metric", ["--metric_for_best_model", "mcc"]),
-    **{edit: (edit, []) for edit in ("entropy", "contrastive", "frozen", *AGAIN)},
-    **{f"{edit} again": (edit, []) for edit in AGAIN},
-    "pair": ("", ["--text_pair", "second", "--model_name_or_path", "PAIRS"]),
 }
-# edits that replace the same lines; a loss whose parameters a frozen model does not have; a model without the layers or
-# hidden states that another edit uses
-APART = [{"focal", "learned"}, {"focal", "entropy"}, {"learned", "entropy"}, {"learned", "frozen"},
-         {"contrastive", "own_model"}, {"frozen", "own_model"}]  # fmt: skip
-_ORDER = (
-    "focal",
-    "learned",
-    "entropy",
-    "contrastive",
-    "metric",
-    "frozen",
-    "sgd",
-    "schedule",
-    "own_model",
-)
-PAIRS: dict[str, tuple[str, list[Any]]] = {
-    f"{one}, {other}": (f"{one}_and_{other}", [*JOBS[one][1], *JOBS[other][1]])
-    for one, other in itertools.combinations(_ORDER, 2)
-    if {one, other} not in APART
-}
-# its loss depends on micro-batches, which differ with the number of processes
-DIFFERENT = ("contrastive in fewer",)
-STEPS = 6
-COMMON = ["--eval_every", 3, "--dropout", 0, "--mixed_precision", "no", "--report_to", "none",
-          "--learning_rate", "5e-3", "--lr_scheduler_type", "constant", "--global_batch_size", 22,
-          "--per_device_batch_size", 6, "--max_eval_samples", 21]  # fmt: skip
-HALF = ["--max_steps", STEPS // 2, "--checkpoint_every", STEPS // 2]
-SLOW_WAYS = [
-    pytest.param(way, marks=(pytest.mark.slow, pytest.mark.multiprocess))
-    for way in ("zero2 x2", "fsdp2 x2")
-]
-
-
-def assert_agree(run: Path, expected: Path) -> None:
-    losses = losses_of(run)
-    assert len(losses) == len(set(losses)) == STEPS
-    assert losses == pytest.approx(losses_of(expected), rel=1e-5)
-    mine, theirs = (lines_of(folder / "eval.jsonl") for folder in (run, expected))
-    assert [line["loss"] for line in mine] == pytest.approx(
-        [line["loss"] for line in theirs], rel=1e-5
-    )
+RESUMED = ("learned", "sgd", "schedule", "own_model", "noise")
+JOBS |= {edit: (edit, []) for edit in ("entropy", "contrastive", "frozen", *RESUMED)}
+STEPS, HALF = 6, 3
+WORDS = [*TINY, "--train_file", inputs.reviews, "--eval_every", 3, "--checkpoint_every", HALF, "--learning_rate",
+         "5e-3", "--lr_scheduler_type", "constant", "--global_batch_size", 22, "--per_device_batch_size", 6,
+         "--max_eval_samples", 21, "--max_steps", STEPS]  # fmt: skip
+WAYS = ("ddp x2", "zero3 x2", "zero2 x2", "fsdp2 x2")
+EACH_WAY = pytest.mark.parametrize("way", slow_but(WAYS, *WAYS[:2]))
 
 
 def edits_of(page: Path) -> dict[str, list[str]]:
@@ -83,7 +43,7 @@ def edits_of(page: Path) -> dict[str, list[str]]:
     return edits
 
 
-def edited(diffs: list[str]) -> str:
+def edited(diffs: Sequence[str]) -> str:
     """recipes/cls.py with these diffs applied; the lines they remove must occur once."""
     text = (ROOT / "recipes" / "cls.py").read_text(encoding="utf-8")
     for diff in diffs:
@@ -95,103 +55,75 @@ def edited(diffs: list[str]) -> str:
     return text
 
 
+def script(name: str, text: str) -> Path:
+    """A recipe with this text."""
+
+    def write(folder: Path) -> None:
+        (folder / "recipe.py").write_text(text, encoding="utf-8")
+
+    return inputs.shared(f"recipe {name}", write) / "recipe.py"
+
+
+def words_of(name: str) -> list[Any]:
+    edit, settings = JOBS[name]
+    return [script(edit, edited(edits_of(PAGES[0])[edit])), *WORDS, *settings]
+
+
+def run_of(way: str, name: str) -> Path:
+    return runs(way).run(f"own {name}", "tests.edited_recipe", words_of(name))
+
+
+single = partial(run_of, "single")
+
+
+def weights_of(run: Path) -> Any:
+    return load_file(run / "model" / "model.safetensors")
+
+
 def test_both_languages_show_the_same_edits() -> None:
     english, chinese = map(edits_of, PAGES)
     assert english == chinese
-    assert {edit for edit, _ in JOBS.values() if edit} == set(english)
+    assert {edit for edit, _ in JOBS.values()} == set(english)
 
 
-@pytest.fixture(scope="module")
-def runs_of(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path
-) -> Callable[[str], Path]:
-    """A way to start -> the folder with its runs; each way is started once."""
-    folder = tmp_path_factory.mktemp("own")
-    table = pd.read_csv(reviews)
-    table["second"] = table["text"].str[::-1].str[:40]
-    table.to_csv(folder / "rows.csv", index=False)
-    pairs = shutil.copytree(tiny_model, folder / "PAIRS")
-    torch.manual_seed(3)
-    BertModel(BertConfig.from_pretrained(pairs, type_vocab_size=2)).save_pretrained(pairs)
-
-    @functools.cache
-    def run(way: str, precision: str, pairs: bool) -> Path:
-        runs = folder / f"{way} {precision} {'pairs' if pairs else ''}"
-        runs.mkdir()
-        edits = edits_of(PAGES[0])
-        for edit in {edit for edit, _ in (PAIRS if pairs else JOBS).values()} - {""}:
-            diffs = [diff for name in edit.split("_and_") for diff in edits[name]]
-            (runs / f"own_{edit}.py").write_text(edited(diffs), encoding="utf-8")
-        data = [
-            "--train_file",
-            folder / "rows.csv",
-            "--model_name_or_path",
-            tiny_model,
-            "--text_column",
-            "text",
-        ]
-        jobs: list[list[Any]] = []
-        for name, (edit, settings) in (PAIRS if pairs else JOBS).items():
-            settings = [folder / word if word == "PAIRS" else word for word in settings]
-            job = [f"own_{edit}" if edit else "recipes.cls", *data, *COMMON, "--mixed_precision", precision, *settings,
-                   "--output_dir", runs / name]  # fmt: skip
-            jobs += [[*job, *HALF]] if name.endswith("again") else []
-            jobs.append([*job, "--max_steps", STEPS])
-        run_jobs(runs, WAYS[way], jobs, 900, pages=["metric"] if way == "single" else [])
-        return runs
-
-    return lambda way, precision="no", pairs=False: run(
-        way, precision, pairs
-    )  # one key for equal arguments
-
-
-def test_the_evaluation_uses_the_focal_loss(runs_of: Callable[[str], Path]) -> None:
-    run = runs_of("single") / "focal"
+def test_the_evaluation_uses_the_focal_loss() -> None:
+    run = single("focal")
     assert json.loads((run / "config.json").read_text())["settings"]["gamma"] == 1.5
-    lines = lines_of(run / "predictions.jsonl")
-    chance = np.array(
-        [line["probabilities"][("neg", "pos").index(line["label"])] for line in lines]
-    )
-    weight = np.array([2.0 if line["label"] == "pos" else 1.0 for line in lines])
-    focal = (weight * (1 - chance) ** 1.5 * -np.log(chance)).mean()
-    assert lines_of(run / "eval.jsonl")[-1]["loss"] == pytest.approx(focal, rel=1e-3)
-    assert losses_of(run) != pytest.approx(losses_of(runs_of("single") / "metric"), rel=1e-2)
+    losses = []
+    for line in lines_of(run / "predictions.jsonl"):
+        is_rare = line["label"] == "pos"
+        probability = line["probabilities"][int(is_rare)]
+        losses.append((1 + is_rare) * (1 - probability) ** 1.5 * -np.log(probability))
+    assert lines_of(run / "eval.jsonl")[-1]["loss"] == pytest.approx(np.mean(losses), rel=1e-3)
 
 
-def test_a_custom_metric_chooses_the_best_model(runs_of: Callable[[str], Path]) -> None:
-    run = runs_of("single") / "metric"
-    evaluations = lines_of(run / "eval.jsonl")
-    best = max(evaluations, key=lambda line: line["mcc"])
-    assert (
-        json.loads((run / "model" / "trainer_state.json").read_text())["global_step"]
-        == best["step"]
-    )
-    assert "mcc" in (run / "report.html").read_text(encoding="utf-8")
-    assert "mcc" in (run / "model" / "README.md").read_text(encoding="utf-8")
+def test_a_custom_metric_chooses_the_best_model(tmp_path: Path) -> None:
+    path, *words = [str(word() if callable(word) else word) for word in words_of("metric")]
+    recipe(*words, "--output_dir", tmp_path / "run", script=path, pages=True).succeeded()
+    best = max(lines_of(tmp_path / "run" / "eval.jsonl"), key=lambda line: line["mcc"])
+    state = json.loads((tmp_path / "run" / "model" / "trainer_state.json").read_text())
+    assert state["global_step"] == best["step"]
+    for page in ("report.html", "model/README.md"):
+        assert "mcc" in (tmp_path / "run" / page).read_text(encoding="utf-8")
 
 
-def test_frozen_layers_do_not_change(runs_of: Callable[[str], Path], tiny_model: Path) -> None:
-    before, after = (
-        load_file(path / "model.safetensors")
-        for path in (tiny_model, runs_of("single") / "frozen/model")
-    )
+def test_frozen_layers_do_not_change() -> None:
     name = "embeddings.word_embeddings.weight"
-    assert (before[name] == after[f"bert.{name}"]).all()
-    assert (
-        before[name] != load_file(runs_of("single") / "sgd/model/model.safetensors")[f"bert.{name}"]
-    ).any()
+    before = load_file(inputs.tiny_model() / "model.safetensors")[name]
+    assert (before == weights_of(single("frozen"))[f"bert.{name}"]).all()
+    assert (before != weights_of(single("sgd"))[f"bert.{name}"]).any()
 
 
-def test_a_custom_model_saves_its_files(runs_of: Callable[[str], Path]) -> None:
-    model = runs_of("single") / "own_model" / "model"
+def test_a_custom_model_saves_its_files() -> None:
+    model = single("own_model") / "model"
     assert {"head.weight", "head.bias"} <= set(load_file(model / "model.safetensors"))
     assert (model / "classes.txt").read_text() == "2\n"
     assert (model / "encoder" / "config.json").is_file()
 
 
-def test_a_parameter_of_the_loss_is_trained_and_saved(runs_of: Callable[[str], Path]) -> None:
-    run = runs_of("single") / "learned"
-    weights = load_file(run / "model" / "model.safetensors")
+def test_a_parameter_of_the_loss_is_trained_and_saved() -> None:
+    run = single("learned")
+    weights = weights_of(run)
     assert weights["loss.log_scale"].shape == (1,)
     assert (weights["loss.bias"] != 0).all()
     model, loading = AutoModelForSequenceClassification.from_pretrained(
@@ -202,121 +134,64 @@ def test_a_parameter_of_the_loss_is_trained_and_saved(runs_of: Callable[[str], P
     assert (model.state_dict()["classifier.weight"].numpy() == weights["classifier.weight"]).all()
 
 
-@pytest.mark.parametrize("name", AGAIN)
-@pytest.mark.parametrize("way", ["single", pytest.param("ddp x2", marks=pytest.mark.multiprocess),
-                                 pytest.param("zero3 x2", marks=pytest.mark.multiprocess), *SLOW_WAYS])  # fmt: skip
-def test_a_resumed_run_continues_the_uninterrupted_one(
-    way: str, name: str, runs_of: Callable[[str], Path]
-) -> None:
-    uninterrupted, resumed = (losses_of(runs_of(way) / run) for run in (name, f"{name} again"))
-    assert len(resumed) == STEPS
-    assert resumed == pytest.approx(uninterrupted, rel=1e-6)
-    assert len(set(resumed)) == STEPS
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("way", ["single", *slow_but(WAYS, *WAYS[:2])])
+def test_a_resumed_run_continues_the_uninterrupted_one(way: str, name: str) -> None:
+    whole = run_of(way, name)
+    words = [*words_of(name), "--resume", whole / "checkpoints" / f"step-{HALF:08d}"]
+    resumed = runs(way).run(f"own {name} resumed", "tests.edited_recipe", words)
+    assert losses_of(resumed) == pytest.approx(losses_of(whole)[HALF:], rel=1e-6)
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", [name for name in JOBS if not name.endswith("again")])
-@pytest.mark.parametrize("way", ["ddp x2", "zero3 x2", *SLOW_WAYS])
-def test_equal_losses_under_every_launch(
-    way: str, name: str, runs_of: Callable[[str], Path]
-) -> None:
-    losses, expected = losses_of(runs_of(way) / name), losses_of(runs_of("single") / name)
-    if name in DIFFERENT:
-        assert len(losses) == STEPS
-        assert all(map(np.isfinite, losses))
-        assert losses != pytest.approx(expected, rel=1e-5)  # as the page says
+@pytest.mark.parametrize("name", JOBS)
+@EACH_WAY
+def test_equal_losses_under_every_launch(way: str, name: str) -> None:
+    run, expected = run_of(way, name), single(name)
+    assert len(losses_of(run)) == len(set(losses_of(run))) == STEPS
+    if (
+        name == "contrastive in fewer"
+    ):  # micro-batches differ, and with them the loss, as documented
+        assert np.isfinite(losses_of(run)).all()
+        assert losses_of(run) != pytest.approx(losses_of(expected), rel=1e-5)
         return
-    assert_agree(runs_of(way) / name, runs_of("single") / name)
-    one, other = (
-        load_file(runs_of(run) / name / "model" / "model.safetensors") for run in (way, "single")
+    assert_same_run(run, expected)
+    shapes = (
+        {key: value.shape for key, value in weights_of(each).items()} for each in (run, expected)
     )
-    assert {key: value.shape for key, value in one.items()} == {
-        key: value.shape for key, value in other.items()
-    }
+    assert next(shapes) == next(shapes)
 
 
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("way", ["ddp x2", "zero2 x2", "zero3 x2", "fsdp2 x2"])
-def test_pairs_of_edits(way: str, name: str, runs_of: Callable[..., Path]) -> None:
-    assert_agree(runs_of(way, pairs=True) / name, runs_of("single", pairs=True) / name)
-
-
-def deviation(run: Path, expected: Path) -> float:
-    pairs = zip(losses_of(run), losses_of(expected), strict=True)
-    return max(abs(loss / other - 1) for loss, other in pairs)
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    ("precision", "name"),
-    [(precision, name) for precision, jobs in {"bf16": [*JOBS, *PAIRS], "fp16": [*JOBS]}.items()
-     for name in jobs if name not in DIFFERENT],
-)  # fmt: skip
-@pytest.mark.parametrize("way", ["ddp x2", "zero2 x2", "zero3 x2", "fsdp2 x2"])
-def test_half_precision(way: str, name: str, precision: str, runs_of: Callable[..., Path]) -> None:
-    several, one, exact = (
-        runs_of(*where, pairs=name in PAIRS) / name
-        for where in ((way, precision), ("single", precision), ("single",))
-    )
-    assert deviation(several, exact) < 2 * deviation(one, exact) + 1e-5
-    assert deviation(several, one) < 1e-3
-    if name.endswith("again"):
-        assert losses_of(several) == pytest.approx(
-            losses_of(several.with_name(name.removesuffix(" again"))), rel=1e-6
-        )
-
-
-OPTIMIZER = "    optimizer = toolkit.make"
-ZERO = "        optimizer.zero_grad()\n"
-
-
+@pytest.mark.parametrize(("every", "evaluations"), [(9, {4}), (3, {3, 4})])
 def test_a_loop_that_ends_early_is_logged_evaluated_and_saved(
-    tmp_path: Path, tiny_model: Path, reviews: Path
+    every: int, evaluations: set[int]
 ) -> None:
-    leave = f"{ZERO}        if step.number == 4:\n            break\n"
-    (tmp_path / "own_early.py").write_text(edited([]).replace(ZERO, leave), encoding="utf-8")
-    files = ["--train_file", reviews, "--model_name_or_path", tiny_model]
-    jobs = {
-        "first": ["--eval_every", 9, "--logging_steps", 9, "--checkpoint_every", 9],
-        "second": ["--eval_every", 3, "--checkpoint_every", 2],
-    }
-    run_jobs(tmp_path, [], [["own_early", *files, *COMMON, *more, "--output_dir", tmp_path / name]
-                            for name, more in jobs.items()])  # fmt: skip
-    for name, evaluations in {"first": [4], "second": [3, 4]}.items():
-        run = tmp_path / name
-        assert [line["step"] for line in lines_of(run / "metrics.jsonl")] == [1, 2, 3, 4]
-        steps = [line["step"] for line in lines_of(run / "eval.jsonl")]
-        assert steps == evaluations or steps == [
-            *evaluations,
-            3,
-        ]  # the best at the end, if that is not the last
-        assert (run / "checkpoints" / "last").resolve().name == "step-00000004"
-        assert (run / "model" / "model.safetensors").is_file()
+    leave = "         optimizer.zero_grad()\n+        if step.number == 4:\n+            break\n"
+    words = [script("left early", edited([leave])), *WORDS]
+    words += ["--eval_every", every, "--checkpoint_every", every, "--logging_steps", every]
+    run = runs("single").run(f"left early {every}", "tests.edited_recipe", words)
+    assert [line["step"] for line in lines_of(run / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert {line["step"] for line in lines_of(run / "eval.jsonl")} == evaluations
+    assert (run / "checkpoints" / "last").resolve().name == "step-00000004"
+    assert (run / "model" / "model.safetensors").is_file()
+
+
+MEANS = (
+    " import toolkit\n+import torch\n",
+    """+    layer = torch.nn.BatchNorm1d(2)
++    model.classifier = torch.nn.Sequential(model.classifier, layer)
+     optimizer = toolkit.make_optimizer(model, training)
+""",
+    """+        if step.number > 1:
++            means = accelerator.gather(toolkit.unwrapped(model).classifier[1].running_mean[None])
++            assert means.any() and not means.diff(dim=0).any()
+         for batch in step.micro_batches(model):  # this process's part of the global batch
+""",
+)
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["zero2 x2", "fsdp2 x2"])
-def test_running_means_are_equal_in_all_processes(
-    way: str, tmp_path: Path, tiny_model: Path, reviews: Path
-) -> None:
-    layer = "model.classifier = torch.nn.Sequential(model.classifier, torch.nn.BatchNorm1d(2))"
-    means = "means = accelerator.gather(toolkit.unwrapped(model).classifier[1].running_mean[None])"
-    text = edited([]).replace("import toolkit\n", "import torch\n\nimport toolkit\n")
-    text = text.replace(OPTIMIZER, f"    {layer}\n{OPTIMIZER}")
-    check = "assert means.any() and not means.diff(dim=0).any()"
-    batches = "        for batch in step.micro_batches"
-    later = f"        if step.number > 1:\n            {means}\n            {check}\n{batches}"
-    text = text.replace(batches, later)
-    (tmp_path / "own_means.py").write_text(text, encoding="utf-8")
-    files = [
-        "--train_file",
-        reviews,
-        "--model_name_or_path",
-        tiny_model,
-        "--output_dir",
-        tmp_path / "run",
-    ]
-    run_jobs(tmp_path, WAYS[way], [["own_means", *files, *COMMON, "--max_steps", 3]])
+def test_running_means_are_equal_in_all_processes(way: str) -> None:
+    runs(way).run("means", "tests.edited_recipe", [script("means", edited(MEANS)), *WORDS])

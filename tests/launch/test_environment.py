@@ -24,6 +24,9 @@ SRUN = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "
 BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
 
 
+NOTEBOOK = BY_HAND | {"NODE_RANK": "0", "ACCELERATE_USE_CPU": "yes"}
+
+
 @pytest.mark.parametrize(
     ("env", "place"),
     [
@@ -37,10 +40,7 @@ BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", 
         (BATCH_SCRIPT, Place("python", 0, 1, 0, 1)),  # no srun: one process, whatever was allocated
         (BY_HAND, Place("environment", 3, 8, 3, 8)),
         (BY_HAND | {"TOOLKIT_LAUNCH": "{}"}, Place("toolkit", 3, 8, 3, 8)),
-        (
-            BY_HAND | {"NODE_RANK": "0", "ACCELERATE_USE_CPU": "yes"},
-            Place("accelerate", 3, 8, 3, 8),
-        ),  # a notebook
+        (NOTEBOOK, Place("accelerate", 3, 8, 3, 8)),
         # mpirun and torchrun inside a Slurm step: the inner launcher counts
         (SRUN | OPEN_MPI, Place("mpirun", 1, 4, 1, 2)),
         (SRUN | TORCHRUN, Place("torchrun", 3, 4, 1, 2)),
@@ -52,33 +52,14 @@ def test_place_of_each_launcher(env: dict[str, str], place: Place) -> None:
     assert place_of(env) == place
 
 
-@pytest.mark.parametrize(
-    ("env", "name"),
-    [
-        (TORCHRUN | {"RANK": "x"}, "RANK"),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "1.5"}, "LOCAL_WORLD_SIZE"),
-        (SRUN | {"SLURM_LOCALID": ""}, "SLURM_LOCALID"),
-        ({"RANK": "1"}, "WORLD_SIZE"),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, "LOCAL_RANK"),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_RANK"),
-    ],
-)
-def test_invalid_or_incomplete_variables(env: dict[str, str], name: str) -> None:
-    """Each process would train a model of its own."""
-    refusal(place_of, env, match=name)
-
-
-def test_one_process_needs_no_group() -> None:
+def test_environments_with_or_without_a_group() -> None:
+    for env in ({}, TORCHRUN, BATCH_SCRIPT):
+        settled = dict(env)
+        assert set_torch_variables(settled) == place_of(env)
+        assert settled == env
     env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     assert set_torch_variables(env) == Place("environment", 0, 1, 0, 1)
     assert env == {}  # with them accelerate would wait for a group
-
-
-@pytest.mark.parametrize("env", [{}, TORCHRUN, {"ACCELERATE_X": "1"}, BATCH_SCRIPT])
-def test_environments_that_need_no_change(env: dict[str, str]) -> None:
-    settled = dict(env)
-    assert set_torch_variables(settled) == place_of(env)
-    assert settled == env
 
 
 ONE_NODE = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
@@ -110,49 +91,53 @@ def test_a_port_for_each_job(task: dict[str, str], other: dict[str, str]) -> Non
 @pytest.mark.parametrize(
     ("env", "name"),
     [
+        (TORCHRUN | {"RANK": "x"}, "RANK"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "1.5"}, "LOCAL_WORLD_SIZE"),
+        (SRUN | {"SLURM_LOCALID": ""}, "SLURM_LOCALID"),
+        ({"RANK": "1"}, "WORLD_SIZE"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "LOCAL_RANK"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_RANK"),
         (OPEN_MPI, "MASTER_ADDR"),
         (SRUN, "MASTER_ADDR"),
         (BY_HAND | {"MASTER_PORT": "29500"}, "MASTER_ADDR"),
         (BY_HAND | {"MASTER_ADDR": "gpu1"}, "MASTER_PORT"),
     ],
 )
-def test_missing_address_or_port(env: dict[str, str], name: str) -> None:
+def test_invalid_or_incomplete_variables(env: dict[str, str], name: str) -> None:
+    """Each process would train a model of its own."""
     refusal(set_torch_variables, dict(env), match=name)
 
 
 SCRIPT = """
-import os, sys
+import os, torch
 from toolkit import launch
-import torch
 from toolkit.launch.environment import place_of
 from toolkit.launch.world import _set_threads
-
 def main():
     os.sched_getaffinity = lambda _: set(range(8))
-    place = place_of(os.environ)
-    _set_threads(place)
-    sys.stdout.write(f"{place.local_world_size} x {torch.get_num_threads()}\\n")
-
-if __name__ == "__main__":
-    launch.run(main)
+    _set_threads(place_of(os.environ))
+    os.write(1, f"{torch.get_num_threads()} threads\\n".encode())
+launch.run(main)
 """
-# name -> (words before the script, words after it, processes)
-WAYS: dict[str, tuple[list[str], list[str], int]] = {
-    "torchrun": (["torchrun", "--standalone", "--nproc_per_node", "2"], [], 2),
-    "python and a file": ([sys.executable], ["--config_file", str(CONFIGS / "ddp.yaml")], 2),
-    "accelerate, one process": (["accelerate", "launch", "--num_processes", "1"], [], 1),
-}
+TORCHRUN_2 = ["torchrun", "--standalone", "--nproc_per_node", "2"]
+FILE = ["--config_file", str(CONFIGS / "ddp.yaml")]
 
 
-@pytest.mark.parametrize(("way", "variable"), [*((way, ["-u", "OMP_NUM_THREADS"]) for way in WAYS),
-                                               ("python and a file", ["OMP_NUM_THREADS=1"])])  # fmt: skip
-def test_threads_of_each_launcher(way: str, variable: list[str], tmp_path: Path) -> None:
-    script = tmp_path / "threads.py"
-    script.write_text(SCRIPT)
-    before, behind, processes = WAYS[way]
-    finished = start(["env", *variable, *before, script, *behind], fresh=True).succeeded()
-    expected = 8 // processes if "-u" in variable else 1
-    assert finished.out.split("\n").count(f"{processes} x {expected}") == processes, finished
+@pytest.mark.parametrize(
+    ("variable", "before", "behind", "threads"),
+    [
+        ("-uOMP_NUM_THREADS", TORCHRUN_2, [], 4),
+        ("-uOMP_NUM_THREADS", [sys.executable], FILE, 4),
+        ("OMP_NUM_THREADS=1", [sys.executable], FILE, 1),
+    ],
+)
+def test_threads_of_each_launcher(
+    variable: str, before: list[str], behind: list[str], threads: int, tmp_path: Path
+) -> None:
+    (tmp_path / "threads.py").write_text(SCRIPT)
+    command = ["env", variable, *before, tmp_path / "threads.py", *behind]
+    finished = start(command, fresh=True).succeeded()
+    assert finished.out.count(f"{threads} threads") == 2, finished
 
 
 ONE = {"OMP_NUM_THREADS": "1"}
@@ -167,6 +152,5 @@ ONE = {"OMP_NUM_THREADS": "1"}
 def test_user_threads(env: dict[str, str], expected: int | None) -> None:
     """torchrun and accelerate set 1 where the user has set nothing."""
     assert user_threads(env) == expected
-    assert clean_environment(env).get("OMP_NUM_THREADS") == (
-        env.get("OMP_NUM_THREADS") if expected else None
-    )
+    kept = env.get("OMP_NUM_THREADS") if expected else None
+    assert clean_environment(env).get("OMP_NUM_THREADS") == kept

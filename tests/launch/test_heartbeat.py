@@ -1,9 +1,9 @@
 """Promises: the first failure of a run is the same for all; a member that is gone, stopped or cut
 off is named."""
 
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -34,8 +34,8 @@ def end_thread(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
     board._thread.join(5)
 
 
-def wait_for(board: Board, seconds: float = 10) -> Failure:
-    deadline = time.monotonic() + seconds
+def wait_for(board: Board) -> Failure:
+    deadline = time.monotonic() + 10
     while (failure := board.failure()) is None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -59,16 +59,12 @@ def test_a_silent_member_is_lost(boards: list[Board], monkeypatch: pytest.Monkey
 
 
 def test_members_that_finish_wait_for_the_last(boards: list[Board]) -> None:
-    ends: list[Failure | None] = []
-    threads = [threading.Thread(target=lambda one=one: ends.append(one.finish())) for one in boards]
-    for thread in threads[:2]:
-        thread.start()
-    threads[0].join(0.5)
-    assert ends == []
-    threads[2].start()
-    for thread in threads:
-        thread.join(10)
-    assert ends == [None] * 3
+    with ThreadPoolExecutor(3) as pool:
+        ends = [pool.submit(board.finish) for board in boards[:2]]
+        time.sleep(0.5)
+        assert not any(end.done() for end in ends)
+        ends.append(pool.submit(boards[2].finish))
+        assert [end.result(10) for end in ends] == [None] * 3
 
 
 def test_a_store_that_is_gone_names_who_served_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,7 @@
 missing, double or different."""
 
 import socket
-import threading
-from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,59 +12,50 @@ from toolkit.launch import meet as module
 from toolkit.launch.meet import meet
 from toolkit.launch.network import connect_store, node_id, serve_store
 
-REMEDY = "start it"
 Member = tuple[int, dict[str, Any]]
 
 
-@pytest.fixture
-def meeting(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`meeting([(number, facts)], seconds)` -> what `meet` returns or raises for each, in threads;
-    the first serves the store."""
+@pytest.fixture(autouse=True)
+def _reads_briefly(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_READ_SECONDS", 0.5)
 
-    def run(members: Sequence[Member], seconds: float = 10.0) -> list[Any]:
-        server = serve_store("127.0.0.1", 0)
-        stores = [server, *(connect_store("127.0.0.1", server.port, 5) for _ in members[1:])]
-        results: list[Any] = [None] * len(members)
 
-        def join(place: int, number: int, facts: dict[str, Any]) -> None:
-            try:
-                results[place] = meet(
-                    stores[place], "127.0.0.1", "machine", number, 2, facts, REMEDY, seconds
-                )
-            except UserError as error:
-                results[place] = str(error)
+def meeting(*members: Member, seconds: float = 10.0) -> list[Any]:
+    """What `meet` returns or raises for each (number, facts), in threads; the first serves the store."""
+    server = serve_store("127.0.0.1", 0)
+    stores = [server, *(connect_store("127.0.0.1", server.port, 5) for _ in members[1:])]
 
-        threads = []
-        for place, member in enumerate(members):
-            threads.append(threading.Thread(target=join, args=(place, *member)))
-            threads[-1].start()
-        for thread in threads:
-            thread.join()
-        return results
+    def join(store: Any, member: Member) -> Any:
+        number, facts = member
+        try:
+            return meet(store, "127.0.0.1", "machine", number, 2, facts, "start it", seconds)
+        except UserError as error:
+            return str(error)
 
-    return run
+    with ThreadPoolExecutor(len(members)) as pool:
+        return list(pool.map(join, stores, members))
 
 
-def test_all_come(meeting: Any) -> None:
+def test_all_come() -> None:
     here = socket.gethostname(), node_id()
-    assert meeting([(0, {"torch": "2.13"}), (1, {"torch": "2.13"})]) == [[here, here]] * 2
+    assert meeting((0, {"torch": "2.13"}), (1, {"torch": "2.13"})) == [[here, here]] * 2
 
 
-def test_one_is_missing(meeting: Any) -> None:
-    (fault,) = meeting([(0, {})], 1.0)
+def test_one_is_missing() -> None:
+    (fault,) = meeting((0, {}), seconds=1.0)
     assert "machine 1" in fault
     assert "start it" in fault
 
 
 @pytest.mark.parametrize(
-    ("members", "says"),
+    ("one", "other", "says"),
     [
-        ([(0, {}), (0, {})], "two are machine 0"),
-        ([(0, {"torch": "2.13"}), (1, {"torch": "2.12\x1b[31m"})], "torch is 2.13 on "),
-        ([(0, {"num_processes": 2}), (1, {"num_processes": 4})], "num_processes is 2 on "),
+        ((0, {}), (0, {}), "two are machine 0"),
+        ((0, {"torch": "2.13"}), (1, {"torch": "2.12\x1b[31m"}), "torch is 2.13 on "),
+        ((0, {"num_processes": 2}), (1, {"num_processes": 4}), "num_processes is 2 on "),
     ],
 )
-def test_all_raise_what_does_not_match(members: list[Member], says: str, meeting: Any) -> None:
-    faults = meeting(members)
-    assert [fault for fault in faults if says in fault and "\x1b" not in fault] == faults
+def test_all_raise_what_does_not_match(one: Member, other: Member, says: str) -> None:
+    for fault in meeting(one, other):
+        assert says in fault
+        assert "\x1b" not in fault

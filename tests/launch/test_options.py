@@ -32,33 +32,32 @@ from toolkit.launch.options import (
 
 SCRIPT = str(REPOSITORY / "recipes" / "cls.py")
 CONFIGS = sorted((REPOSITORY / "accelerate_configs").glob("*.yaml"))
-TWO_MACHINES = [path for path in CONFIGS if path.name.startswith("2node")]
 DEEPSPEED_FILES = sorted((REPOSITORY / "ds_configs").glob("*.json"))
 by_name = attrgetter("name")
 
 
-def planned(path: Path | str, **options: str) -> Request:
-    words = [f"--{name}={value}" for name, value in options.items()]
-    parsed, _ = split_arguments(["--config_file", str(path), *words])
+DDP = "--config_file accelerate_configs/ddp.yaml"
+TWO_NODES = f"--config_file accelerate_configs/2node.yaml --main_process_ip {FIRST}"
+
+
+def planned(path: Path | str, words: str = "") -> Request:
+    parsed, _ = split_arguments(["--config_file", str(path), *words.split()])
     return plan_launch(parsed, [SCRIPT, "--seed", "3"], {})
 
 
 @pytest.fixture(autouse=True)
-def _network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No host name is resolved outside, and `FIRST` is another machine's address."""
+def _environment(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> None:
+    """Nothing was launched, no host name is resolved outside, and `FIRST` is another machine's address."""
     pretend_network(monkeypatch, [ELSEWHERE])
+    for name in ("NODE_RANK", "SLURM_NODEID", *map(timeout_variable, TIMEOUTS)):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.parametrize(
     ("argv", "options", "rest"),
     [
         ("a.yaml --config-file=x.yaml --seed 3", {"config_file": "x.yaml"}, "a.yaml --seed 3"),
-        (
-            "--machine_rank=1 --main-process-port 5",
-            {"machine_rank": "1", "main_process_port": "5"},
-            "",
-        ),
-        ("--rendezvous_timeout=9 x", {"rendezvous_timeout": "9"}, "x"),
+        ("--main-process-port 5", {"main_process_port": "5"}, ""),
         ("--local_rank=1 --train_file t", {"local_rank": "1"}, "--train_file t"),  # deepspeed's
         ("num_processes --train_file config_file", {}, "num_processes --train_file config_file"),
         ("--config_file a --config_file b", {"config_file": "b"}, ""),
@@ -86,21 +85,19 @@ def test_deepspeed_files(path: Path) -> None:
 def test_plan_of_each_shipped_file(path: Path) -> None:
     config = load_config_from_file(str(path))  # accelerate itself accepts it
     assert "mixed_precision" not in yaml.safe_load(path.read_text())  # the hardware decides
-    options: dict[str, str] = {}
-    machines = 2 if path in TWO_MACHINES else 1
-    if machines == 2:
+    machines, words = 1, ""
+    if path.name.startswith("2node"):
         assert (config.main_process_ip, config.main_process_port) == (PLACEHOLDER, DEFAULT_PORT)
-        options = {"main_process_ip": "gpu1", "machine_rank": "1", "num_processes": "16"}
-    request = planned(path, **options)
+        machines, words = 2, "--main_process_ip gpu1 --machine_rank 1 --num_processes 16"
+    request = planned(path, words)
     assert (request.config_file, request.command()[2:]) == (path, [SCRIPT, "--seed", "3"])
     assert (request.machines.count, request.machines.rank) == (machines, machines - 1)
     assert request.processes == (16 if machines == 2 else 1 if path.stem == "single" else 2)
     strategy = path.stem.removeprefix("2node").removeprefix("_")
-    uses_deepspeed = strategy.startswith("zero")
     env = accelerate_environment(request)
-    file = f"ds_configs/{strategy}.json" if uses_deepspeed else None
+    file = f"ds_configs/{strategy}.json" if strategy.startswith("zero") else None
     assert env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") == file
-    assert ("ACCELERATE_USE_DEEPSPEED" in env) == uses_deepspeed
+    assert ("ACCELERATE_USE_DEEPSPEED" in env) == bool(file)
     assert ("ACCELERATE_USE_FSDP" in env) == (strategy == "fsdp2")
 
 
@@ -112,49 +109,45 @@ def test_default_processes(
     kind: str, machines: int, processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
-    config, options = {"distributed_type": kind}, split_arguments([])[0]
+    options, config = split_arguments([])[0], {"distributed_type": kind}
     assert count_processes(options, config, Path("mine.yaml"), machines) == processes
 
 
-TWO = {"main_process_ip": FIRST, "machine_rank": "0"}
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        # each machine would silently train on its own
+        (f"{DDP} --main_process_ip {FIRST}", "--main_process_ip"),
+        (f"{DDP} --machine_rank 1", "--machine_rank"),
+        (f"{TWO_NODES} --machine_rank 0 --num_processes 5", "--num_processes 4$"),
+        (f"{TWO_NODES} --machine_rank 0 --num_processes 1", "--num_processes 2$"),
+        (f"{DDP} --num_processes 0", "num_processes"),
+        (f"{DDP} --main_process_port 0", "main_process_port"),
+        (f"{DDP} --max_restarts -1", "max_restarts.*-1"),
+        ("--config_file accelerate_configs/zzz.yaml", r"zzz.*2node_zero3\.yaml"),
+        ("--max_restarts", "max_restarts.*expected one argument"),
+        ("--num_processes=2", "num_processes.*add --config_file"),
+        ("--rendezvous_timeout=0", "rendezvous_timeout.*0"),
+        ("--ddp_timeout=x", "ddp_timeout.*x"),
+    ],
+)
+def test_refused_before_a_launch(words: str, match: str) -> None:
+    refusal(take_options, [SCRIPT, *words.split()], match=match)
 
 
 @pytest.mark.parametrize(
-    ("path", "options", "words"),
-    [
-        # each machine would silently train on its own
-        ("ddp", {"main_process_ip": FIRST}, "--main_process_ip"),
-        ("ddp", {"machine_rank": "1"}, "--machine_rank"),
-        ("2node", {**TWO, "num_processes": "5"}, "--num_processes 4$"),
-        ("2node", {**TWO, "num_processes": "1"}, "--num_processes 2$"),
-        ("ddp", {"num_processes": "0"}, "num_processes"),
-        ("ddp", {"num_processes": "1.5"}, "num_processes"),
-        ("ddp", {"main_process_port": "0"}, "main_process_port"),
-        ("ddp", {"max_restarts": "1.5"}, r"max_restarts.*1\.5"),
-        ("ddp", {"max_restarts": "-1"}, "max_restarts.*-1"),
-        ("zzz", {}, r"zzz.*2node_zero3\.yaml"),
-    ],
+    "line", ["- a", "a: [", "num_processes: 2", "distributed_type: MEGATRON_LM"]
 )
-def test_invalid_options(path: str, options: dict[str, str], words: str) -> None:
-    refusal(planned, f"accelerate_configs/{path}.yaml", **options, match=words)
-
-
-CPU = "distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n"
-INVALID = ["- a\n", "a: [\n", "num_processes: 2\n", "distributed_type: MEGATRON_LM\n"]
-
-
-@pytest.mark.parametrize("text", [*INVALID, "distributed_type: MULTI_GPU\nnum_machines: two\n"])
-def test_invalid_config_files(tmp_path: Path, text: str) -> None:
+def test_invalid_config_files(tmp_path: Path, line: str) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text(text)
+    path.write_text(line)
     refusal(planned, path, says=[str(path)])
 
 
 def test_options_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # files are found from another folder
-    options = {"num_processes": "7", "max_restarts": "3"}
     file = "accelerate_configs/zero2.yaml"
-    request = planned(file, **options)
+    request = planned(file, "--num_processes 7 --max_restarts 3")
     assert request.config_file == REPOSITORY / file
     assert (request.processes, request.max_restarts) == (7, 3)
 
@@ -169,34 +162,24 @@ def test_clean_environment(outer: dict[str, str]) -> None:
     assert cleaned.items() >= OTHERS.items()
 
 
-@pytest.fixture
-def _no_variables(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> None:
-    for name in ("NODE_RANK", "SLURM_NODEID", *map(timeout_variable, TIMEOUTS)):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.mark.usefixtures("_no_variables")
 def test_a_file_for_cpus(tmp_path: Path) -> None:
     """`accelerate launch` would start one process."""
     path = tmp_path / "mine.yaml"
-    path.write_text(CPU)
+    path.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n")
     request = planned(path)
     assert request.processes == 2
     assert accelerate_environment(request)["ACCELERATE_USE_CPU"] == "true"
 
 
-@pytest.mark.usefixtures("_no_variables")
 def test_only_local_rank_0_relaunches() -> None:
     os.environ.update(TORCHRUN)
     with pytest.raises(SystemExit) as left:
-        take_options([SCRIPT, "--config_file", "accelerate_configs/ddp.yaml"])
+        take_options([SCRIPT, *DDP.split()])
     assert left.value.code == 0
 
 
 TORCHRUN_8 = TORCHRUN | {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
 BY_ACCELERATE = TORCHRUN_8 | {"ACCELERATE_USE_CPU": "no"}
-DDP = "--config_file accelerate_configs/ddp.yaml"
-TWO_NODES = "--config_file accelerate_configs/2node.yaml --main_process_ip 10.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -204,7 +187,6 @@ TWO_NODES = "--config_file accelerate_configs/2node.yaml --main_process_ip 10.0.
     [
         # a config file for one machine, and several started
         (SRUN | {"SLURM_PROCID": "0"}, "", DDP, "2node.yaml"),
-        (TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}, "", DDP, "2node.yaml"),
         # another number of processes
         (TORCHRUN_8, "", DDP, "--num_processes"),
         (TORCHRUN_8 | {"CROSS_SIZE": "1"}, "", DDP, "deepspeed started 8"),
@@ -212,45 +194,27 @@ TWO_NODES = "--config_file accelerate_configs/2node.yaml --main_process_ip 10.0.
         (BY_ACCELERATE, "", DDP, ""),  # its default
         # options that the config file after the script replaces
         (BY_ACCELERATE, "--num-processes=4", DDP, "--num_processes"),
-        (BY_ACCELERATE, "--mixed_precision no", DDP, "--mixed_precision"),
         (BY_ACCELERATE, "--use_fsdp", DDP, "--use_fsdp"),
         ({}, "--num_cpu_threads_per_process 2", f"{DDP} --num_processes 4", ""),
         ({}, "", TWO_NODES, ""),
     ],
 )
-@pytest.mark.usefixtures("_no_variables")
 def test_what_would_have_no_effect(
     monkeypatch: pytest.MonkeyPatch, outer: dict[str, str], before: str, behind: str, says: str
 ) -> None:
     """Each would silently train another way than requested, or a model per machine."""
-    line = ["python", "/bin/accelerate", "launch", *before.split(), SCRIPT, *behind.split()]
+    words = [SCRIPT, *behind.split()]
+    line = ["python", "/bin/accelerate", "launch", *before.split(), *words]
     parent = SimpleNamespace(cmdline=lambda: line)
     monkeypatch.setattr(environment.psutil, "Process", lambda _: parent)
     os.environ.update(outer)
     if says:
-        refusal(take_options, [SCRIPT, *behind.split()], says=[says])
+        refusal(take_options, words, says=[says])
     else:
-        assert take_options([SCRIPT, *behind.split()])[1] is not None
-
-
-@pytest.mark.parametrize(
-    ("argument", "match"),
-    [
-        ("--max_restarts", "expected one argument"),
-        ("--num_processes=2", "add --config_file"),
-        ("--machine_rank=0", "add --config_file"),
-        ("--rendezvous_timeout=0", "0"),
-        ("--ddp_timeout=x", "x"),
-    ],
-)
-@pytest.mark.usefixtures("_no_variables")
-def test_refused_before_a_launch(argument: str, match: str) -> None:
-    name = argument[2:].partition("=")[0]
-    refusal(take_options, [SCRIPT, argument], match=rf"{name}.*{match}")
+        assert take_options(words)[1] is not None
 
 
 @pytest.mark.parametrize("option", TIMEOUTS)
-@pytest.mark.usefixtures("_no_variables")
 def test_timeouts_reach_the_processes(option: str) -> None:
     assert timeout_seconds(option) == TIMEOUTS[option]
     words = [SCRIPT, f"--{option}", "77", "--seed", "3"]

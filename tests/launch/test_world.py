@@ -28,36 +28,31 @@ ALONE = Place("python", 0, 1, 0, 1)
 DDP, SINGLE = str(CONFIGS / "ddp.yaml"), str(CONFIGS / "single.yaml")
 
 
-@pytest.mark.parametrize("default", ["none.yaml", DDP])  # the user's own config file
 @pytest.mark.parametrize(
-    ("line", "requested"),
+    ("default", "line", "requested"),  # `default`: the user's own config file
     [
-        ("python /bin/accelerate launch --num_processes 2 cls.py", 2),
-        ("python /bin/accelerate launch --num-processes=3 --multi_gpu -m toolkit", 3),
-        (f"python /bin/accelerate launch --config_file {DDP} cls.py", 2),
-        (f"python -m accelerate.commands.launch --config_file={SINGLE} cls.py", 1),
-        (f"/bin/accelerate-launch --config_file {SINGLE} --num_processes 5 cls.py", 5),
+        (DDP, "python /bin/accelerate launch --num-processes=3 --multi_gpu -m toolkit", 3),
+        ("", f"python /bin/accelerate launch --config_file {DDP} cls.py", 2),
+        (DDP, f"python -m accelerate.commands.launch --config_file={SINGLE} cls.py", 1),
+        (DDP, f"/bin/accelerate-launch --config_file {SINGLE} --num_processes 5 cls.py", 5),
         # after the script: the script's own
-        (f"python /bin/accelerate launch cls.py --num_processes 2 --config_file {SINGLE}", None),
-        ("python launch --num_processes 2 cls.py", 1),
+        ("", "python /bin/accelerate launch cls.py --num_processes 2", 1),
+        (DDP, f"python /bin/accelerate launch cls.py --config_file {SINGLE}", 2),
+        (DDP, "python launch --num_processes 2 cls.py", 1),
     ],
 )
+@pytest.mark.usefixtures("no_launcher")
 def test_processes_that_accelerate_launch_requests(
-    line: str,
-    requested: int | None,
-    default: str,
-    monkeypatch: pytest.MonkeyPatch,
-    no_launcher: None,
+    default: str, line: str, requested: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(config_args, "default_config_file", default)
+    monkeypatch.setattr(config_args, "default_config_file", default or "none.yaml")
     parent = SimpleNamespace(cmdline=line.split)
     monkeypatch.setattr(environment.psutil, "Process", lambda _: parent)
-    if requested is None:
-        requested = 2 if default == DDP else 1
     assert requested_processes(ALONE)[0] == requested
 
 
 def test_wrong_world_size(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`accelerate launch` silently starts one process for a config file for CPUs."""
     verify_world(ALONE)
     monkeypatch.setenv(MARKER, json.dumps({"num_processes": 4, "config_file": "my.yaml"}))
     refusal(verify_world, ALONE, match=r"my\.yaml asks for 4 processes, and 1 joined")
@@ -70,21 +65,16 @@ MINE = {USES: "true", FILE: "ds_configs/zero1.json", ACCUMULATION: "auto"}
 
 
 @pytest.mark.parametrize(
-    ("env", "launcher", "chosen"),
-    [
-        ({}, "deepspeed", "zero2.json"),
-        (ZERO3, "deepspeed", "zero3.json"),
-        (MINE, "accelerate", "zero1.json"),
-        (MINE | ZERO3, "accelerate", "zero3.json"),
-    ],
+    ("env", "chosen"), [({}, "zero2"), (ZERO3, "zero3"), (MINE, "zero1"), (MINE | ZERO3, "zero3")]
 )
 def test_deepspeed_config_after_the_script_is_used(
-    env: dict[str, str], launcher: str, chosen: str, no_launcher: None
+    env: dict[str, str], chosen: str, no_launcher: None
 ) -> None:
     os.environ.update(env)
+    launcher = "accelerate" if USES in env else "deepspeed"
     for _ in range(2):  # each model of the process
         assert strategy.use_deepspeed(Place(launcher, 0, 1, 0, 1), "cpu")
-        assert Path(os.environ[FILE]).name == chosen
+        assert Path(os.environ[FILE]).stem == chosen
         assert (os.environ[USES], os.environ.get(ACCUMULATION)) == ("true", None)
         os.environ.pop("TOOLKIT_DEEPSPEED_CONFIG", None)
 
@@ -102,15 +92,15 @@ def test_a_valid_fsdp_config(accelerator: Accelerator) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("FSDP_VERSION", "1", ["fsdp_version: 2"]),
-        ("FSDP_IGNORED_MODULES", "bert.embeddings", ["fsdp_ignored_modules", "remove it"]),
-        ("FSDP_ACTIVATION_CHECKPOINTING", "true", ["--gradient_checkpointing true"]),
-        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", ["parallelism_config"]),
+        ("FSDP_VERSION", "1", "fsdp_version: 2"),
+        ("FSDP_IGNORED_MODULES", "bert.embeddings", "fsdp_ignored_modules"),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "true", "--gradient_checkpointing true"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "parallelism_config"),
     ],
 )
-def test_unsupported_configs(name: str, value: str, says: list[str], no_launcher: None) -> None:
+def test_unsupported_configs(name: str, value: str, says: str, no_launcher: None) -> None:
     os.environ.update({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", name: value})
-    refusal(strategy.check_config, says=says)
+    refusal(strategy.check_config, match=says)
 
 
 def test_fsdp_with_what_it_cannot_do(
@@ -132,22 +122,14 @@ def test_a_second_accelerator_is_sharded_too(
     assert state.distributed_type == DistributedType.MULTI_GPU
 
 
-@pytest.mark.parametrize(
-    ("launcher", "per_task", "threads"),
-    [("torchrun", "8", 2), ("torchrun", None, 2), ("srun", None, 2), ("srun", "8", 8)],
-)
-def test_cores_per_process(
-    launcher: str,
-    per_task: str | None,
-    threads: int,
-    no_launcher: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Four processes, of which Slurm has bound this one to 8 cores."""
+def test_cores_per_process(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four processes; with SLURM_CPUS_PER_TASK srun has bound each to its own cores."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
-    if per_task:
-        os.environ["SLURM_CPUS_PER_TASK"] = per_task
-    assert world._cores_per_process(Place(launcher, 0, 4, 0, 4)) == threads
+    by_torchrun, by_srun = (Place(launcher, 0, 4, 0, 4) for launcher in ("torchrun", "srun"))
+    assert world._cores_per_process(by_srun) == 2
+    os.environ["SLURM_CPUS_PER_TASK"] = "8"
+    assert world._cores_per_process(by_srun) == 8
+    assert world._cores_per_process(by_torchrun) == 2
 
 
 def test_require_equal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,43 +7,29 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.faults import refusal
 from toolkit.utils.cache import cached_folder
 
+pytestmark = pytest.mark.usefixtures("toolkit_cache")
 
-def build_once(kind: str, digest: str, fill: Callable[[Path], object], source: str = "") -> Path:
-    with cached_folder(kind, digest, None, source) as (folder, draft):
+
+def build(fill: Callable[[Path], object]) -> Path:
+    """The cache folder tokens/abc, which `fill` fills if needed."""
+    with cached_folder("tokens", "abc", None, "reviews.csv") as (folder, draft):
         if draft:
             fill(draft)
     return folder
 
 
-class Tokens:
-    """Called, it returns the cache folder tokens/abc, which it fills if needed."""
-
-    def __init__(self) -> None:
-        self.drafts: list[Path] = []
-
-    def __call__(self) -> Path:
-        return build_once("tokens", "abc", self._fill, "reviews.csv")
-
-    def _fill(self, draft: Path) -> None:
-        self.drafts.append(draft)
-        (draft / "train").mkdir()
-        np.save(draft / "train" / "labels.npy", np.arange(100))
-        (draft / "meta.json").write_text("{}")
-
-
-@pytest.fixture
-def tokens(toolkit_cache: Path) -> Tokens:
-    return Tokens()
+def fill_well(draft: Path) -> None:
+    (draft / "train").mkdir()
+    (draft / "train" / "labels.npy").write_text("0")
 
 
 def test_flush_comes_before_the_rename(
-    tokens: Tokens, toolkit_cache: Path, monkeypatch: pytest.MonkeyPatch
+    toolkit_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushed, final, real = [], toolkit_cache / "tokens" / "abc", os.fsync
 
@@ -52,30 +38,29 @@ def test_flush_comes_before_the_rename(
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", flush)
-    tokens()
-    assert {("labels.npy", False), ("meta.json", False), ("train", False)} < set(flushed)
+    assert build(fill_well) == final
+    assert {("labels.npy", False), ("train", False)} < set(flushed)
     assert ("tokens", True) in flushed  # and then the name itself
 
 
-def test_full_disk_and_interrupted_build(tokens: Tokens, toolkit_cache: Path) -> None:
+def test_full_disk_and_interrupted_build(toolkit_cache: Path) -> None:
     def fill(draft: Path) -> None:
         (draft / "half").write_text("x")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    says = ["tokens/abc", "No space left", "TOOLKIT_CACHE"]
-    refusal(build_once, "tokens", "abc", fill, says=says)
+    refusal(build, fill, says=["tokens/abc", "No space left", "TOOLKIT_CACHE"])
     assert [path.name for path in (toolkit_cache / "tokens").iterdir()] == ["abc.lock"]
 
     def die(draft: Path) -> None:
-        (draft / "meta.json").write_text("{}")
+        (draft / "half").write_text("x")
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_once("tokens", "abc", die)
-    assert (tokens() / "train" / "labels.npy").is_file()
+        build(die)
+    assert not (build(fill_well) / "half").exists()
 
 
-def test_two_processes_build_once(toolkit_cache: Path) -> None:
+def test_two_processes_build_once() -> None:
     drafts = []
 
     def fill(draft: Path) -> None:
@@ -83,12 +68,12 @@ def test_two_processes_build_once(toolkit_cache: Path) -> None:
         time.sleep(0.2)
 
     with ThreadPoolExecutor(2) as pool:
-        one, other = pool.map(lambda _: build_once("tokens", "abc", fill), range(2))
+        one, other = pool.map(build, [fill, fill])
     assert (one, len(drafts)) == (other, 1)
 
 
-def test_drafts_of_killed_builds_are_removed(tokens: Tokens, toolkit_cache: Path) -> None:
+def test_drafts_of_killed_builds_are_removed(toolkit_cache: Path) -> None:
     for kind in ("draft", "old"):
         (toolkit_cache / "tokens" / f".abc.{kind}-0123456789abcdef").mkdir(parents=True)
-    folder = tokens()
+    folder = build(fill_well)
     assert [path for path in folder.parent.iterdir() if path.is_dir()] == [folder]

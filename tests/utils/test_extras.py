@@ -9,14 +9,10 @@ import pytest
 
 from tests.runs import CLASSIFIER, ROOT, Finished, fork
 
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
-    "optional-dependencies"
-]
-PACKAGES = {
-    extra: [re.match(r"[\w-]+", line)[0].replace("-", "_") for line in lines]  # type: ignore[index]
-    for extra, lines in EXTRAS.items()
-    if extra not in {"all", "dev", "docs"}
-}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+NAMED = [extra for extra in EXTRAS if extra not in ("all", "dev", "docs")]
+PACKAGES = [re.split("[^\\w-]", line)[0] for extra in NAMED for line in EXTRAS[extra]]
 # extra (: package) -> a command that needs it
 NEEDS = {
     "deepspeed": "recipes/cls.py {job} --config_file accelerate_configs/zero2.yaml",
@@ -35,11 +31,10 @@ DOES_WITHOUT = {"report", "tensorboard"}
 
 def without_extras(*words: str | Path) -> Finished:
     """Runs a Python program that finds no package of any extra."""
-    hidden = ",".join(name for names in PACKAGES.values() for name in names)
-    path = os.pathsep.join([str(ROOT / "tests" / "without"), str(ROOT)])
-    with fork(
-        words, imported=CLASSIFIER, early={"PYTHONPATH": path, "TESTS_WITHOUT": hidden}
-    ) as process:
+    hidden = ",".join(name.replace("-", "_") for name in PACKAGES)
+    path = f"{ROOT / 'tests' / 'without'}{os.pathsep}{ROOT}"
+    early = {"PYTHONPATH": path, "TESTS_WITHOUT": hidden}
+    with fork(words, imported=CLASSIFIER, early=early) as process:
         return process.finish(120)
 
 
@@ -68,8 +63,8 @@ def test_a_run_without_any_extra(run_folder: tuple[Path, Finished], tmp_path: Pa
     without_extras("-m", "toolkit", "convert", last, tmp_path / "out").succeeded()
     assert (tmp_path / "out" / "model.safetensors").is_file()
     # and each extra is tested, here or below
-    assert set(PACKAGES) == {case.partition(":")[0] for case in NEEDS} | DOES_WITHOUT
-    assert EXTRAS["all"] == [f"finetune-toolkit[{','.join(PACKAGES)}]".replace("demo,", "")]
+    assert {*NAMED} == {case.partition(":")[0] for case in NEEDS} | DOES_WITHOUT
+    assert EXTRAS["all"] == [f"finetune-toolkit[{','.join(NAMED)}]".replace("demo,", "")]
 
 
 @pytest.mark.parametrize("case", NEEDS)

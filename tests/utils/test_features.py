@@ -1,4 +1,4 @@
-"""toolkit/utils/features.py: a section of a feature is part of all settings; no command is there twice."""
+"""toolkit/utils/features.py: a section of a feature is part of all settings."""
 
 import pytest
 
@@ -9,26 +9,20 @@ from toolkit.utils import features
 from toolkit.utils.features import Feature
 
 
-class Plain:
-    word: str = "a"
-
-
-@section
-class Marked:
+class Mine:
     """A section."""
 
     word_of_mine: str = "a"
 
 
-@pytest.mark.parametrize("part", [Plain, Marked])
-def test_a_section_of_a_feature(part: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_section_of_a_feature(monkeypatch: pytest.MonkeyPatch) -> None:
     class Added(Feature):
         def settings(self, settings_class: type) -> dict[str, type]:
             return {"mine": part}
 
     monkeypatch.setattr(features, "_REGISTERED", [Added()])
-    if part is Plain:
-        refusal(config.build, config.TaskSettings, {}, says=["Plain", "@section"])
-    else:
-        # they may change in a finished run
-        assert "word_of_mine" in config.settings_of_features(config.build(config.TaskSettings, {}))
+    part: type = Mine
+    refusal(config.build, config.TaskSettings, {}, says=["Mine", "@section"])
+    part = section(Mine)
+    # they may change in a finished run
+    assert "word_of_mine" in config.settings_of_features(config.build(config.TaskSettings, {}))

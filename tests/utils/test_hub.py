@@ -1,7 +1,6 @@
 """toolkit/pretrained.py: without a network a hub name fails within seconds, with the alternatives."""
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +25,12 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> str:
     return hub
 
 
-LOAD: dict[str, Callable[[], object]] = {
-    "model": lambda: load_tokenizer(ModelSettings(model_name_or_path="nobody/no-model")),
-    "data set": lambda: read_hub("nobody/no-data"),
-}
-
-
-@pytest.mark.parametrize("kind", LOAD)
-def test_unreachable_hub(kind: str, closed: str) -> None:
+def test_unreachable_hub(closed: str) -> None:
     started = time.monotonic()
-    refusal(LOAD[kind], says=["nobody/no-", closed, "HF_ENDPOINT=", "modelscope download --"])
-    assert time.monotonic() - started < 60
+    says = ["nobody/no-", closed, "HF_ENDPOINT=", "modelscope download --"]
+    refusal(load_tokenizer, ModelSettings(model_name_or_path="nobody/no-model"), says=says)
+    refusal(read_hub, "nobody/no-data", says=says)
+    assert time.monotonic() - started < 100
 
 
 def test_the_copy_in_the_cache(
