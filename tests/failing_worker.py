@@ -1,7 +1,10 @@
-"""Runs recipes/cls.py and ends or stops one of its processes after step 4. Its tracker `trackio` is a fake that writes
-its steps when it is closed, not before.
+"""Runs recipes/cls.py and ends or stops one of its processes. Its tracker `trackio` is a fake that writes its steps
+when it is closed, not before.
 
-python tests/failing_worker.py HOW RANK ARGUMENTS_OF_THE_RECIPE
+    python tests/failing_worker.py HOW RANK ARGUMENTS_OF_THE_RECIPE
+
+HOW: one of WAYS, after step 4. Or a number: killed at this of its calls that open, rename or remove something under
+checkpoints/.
 """
 
 import os
@@ -16,16 +19,61 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 STEPS = 4
+_WATCHED = ("open", "os.rename", "os.remove", "os.mkdir", "os.symlink", "os.rmdir", "shutil.rmtree")
 
 
 def fail() -> None:
     raise ValueError("a bug in the recipe")
 
 
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def interrupt_twice() -> None:
     signal.raise_signal(signal.SIGINT)
     time.sleep(3.1)
     signal.raise_signal(signal.SIGINT)
+
+
+WAYS: dict[str, Callable[[], object]] = {
+    "fails": fail,
+    "is killed": kill,
+    "exits": lambda: os._exit(0),
+    "is interrupted twice": interrupt_twice,
+    "stands still": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+}
+
+
+def kill_at(event: int) -> None:
+    seen = 0
+
+    def hook(name: str, arguments: tuple[object, ...]) -> None:
+        nonlocal seen
+        if name in _WATCHED and any("/checkpoints/" in str(argument) for argument in arguments[:2]):
+            seen += 1
+            if seen == event:
+                kill()
+
+    sys.addaudithook(hook)
+
+
+def end_after_some_steps(how: str, is_chosen: bool) -> None:
+    import torch
+
+    from toolkit.training.steps import Step
+
+    micro_batches = Step.micro_batches
+
+    def ending(step: Any, model: Any) -> Iterator[Any]:
+        if step.number == STEPS + 1:
+            if torch.distributed.is_initialized():
+                torch.distributed.barrier()  # rank 0 has logged step 4
+            if is_chosen:
+                WAYS[how]()
+        yield from micro_batches(step, model)
+
+    Step.micro_batches = ending  # type: ignore[method-assign]
 
 
 class LateTracker:
@@ -48,37 +96,21 @@ class LateTracker:
         self.path.write_text("".join(self.steps), encoding="utf-8")
 
 
-WAYS: dict[str, Callable[[], object]] = {
-    "fails": fail,
-    "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "exits": lambda: os._exit(0),
-    "is interrupted twice": interrupt_twice,
-    "stands still": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-}
-
 if __name__ == "__main__":
-    import torch
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     from recipes import cls
     from toolkit import launch
-    from toolkit.training.steps import Step
 
     how, rank = sys.argv[1:3]
-    if "--config_file" not in sys.argv:
+    if "--config_file" not in sys.argv:  # otherwise this is the launcher
         del sys.argv[1:3]
         sys.modules["trackio"] = ModuleType("trackio")
         sys.modules["trackio"].__spec__ = ModuleSpec("trackio", None)
         LOGGER_TYPE_TO_CLASS["trackio"] = LateTracker  # type: ignore[assignment]
-        micro_batches = Step.micro_batches
-
-        def ending(step: Any, model: Any) -> Iterator[Any]:
-            if step.number == STEPS + 1:
-                if torch.distributed.is_initialized():
-                    torch.distributed.barrier()  # rank 0 has logged step 4
-                if os.environ.get("RANK", "0") == rank:
-                    WAYS[how]()
-            yield from micro_batches(step, model)
-
-        Step.micro_batches = ending  # type: ignore[method-assign]
+        is_chosen = os.environ.get("RANK", "0") == rank
+        if how in WAYS:
+            end_after_some_steps(how, is_chosen)
+        elif is_chosen:
+            kill_at(int(how))
     launch.run(cls.main)

@@ -1,4 +1,9 @@
-"""tests/matrix.py: each job fails alone, and what it leaves does not end the others."""
+"""tests/matrix.py: each job fails alone, and what it leaves does not end the others. `main` is the job."""
+
+import os
+import signal
+import sys
+import time
 
 import pytest
 
@@ -8,10 +13,21 @@ pytestmark = pytest.mark.multiprocess
 WAY = "zero1 x3"  # whose processes no other test uses
 
 
+def main() -> None:
+    how, is_last = sys.argv[1], os.environ["RANK"] == "2"
+    print(os.getpid(), flush=True)
+    if how == "raises on all" or (how == "raises on one" and is_last):
+        raise ValueError("a fault")
+    if how == "is killed" and is_last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how != "works":
+        time.sleep(600)
+
+
 def run(how: str, number: int = 0, seconds: float = 60) -> str:
     """What rank 0 printed: its process id."""
     name = f"{how} {number}"
-    runs(WAY).run(name, "tests.faulty_job", [how], seconds=seconds)
+    runs(WAY).run(name, "tests.test_matrix", [how], seconds=seconds)
     return runs(WAY).log(name)
 
 
@@ -23,7 +39,7 @@ def test_an_exception_on_all_ranks_is_a_result_and_the_processes_go_on() -> None
         assert (failure.value.kind, failure.value.message) == ("ValueError", "a fault")
     assert run("works", 1) == first
     with pytest.raises(AssertionError, match="the name of two jobs"):
-        runs(WAY).run("works 1", "tests.faulty_job", ["hangs"])
+        runs(WAY).run("works 1", "tests.test_matrix", ["hangs"])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """A training step waits only for its gradients, until a log line is due."""
 
-import json
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from tests.runs import WAYS, lines_of, losses_of, recipe, run_of
+from tests import inputs
+from tests.matrix import TINY, runs, words_of
+from tests.runs import assert_same_run, lines_of, recipe
 from tests.splits import of_lengths
 from tests.training.test_schedule import TOKENIZER
 from toolkit.config import TrainingSettings
@@ -19,20 +20,17 @@ from toolkit.training.optimizer import make_scheduler
 from toolkit.training.schedule import make_schedule
 from toolkit.training.steps import Steps
 
-SETTINGS = ["--max_steps", "10", "--eval_every", "8", "--global_batch_size", "12", "--per_device_batch_size", "3",
-            "--learning_rate", "1e-3"]  # fmt: skip
+SETTINGS = [*TINY, "--train_file", inputs.reviews, "--max_steps", 10, "--eval_every", 8, "--global_batch_size", 12,
+            "--per_device_batch_size", 3, "--learning_rate", "1e-3"]  # fmt: skip
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["ddp x2", "zero2 x2"])
-def test_no_synchronization_between_log_lines(
-    way: str, tiny_job: list[str], tmp_path: Path
-) -> None:
-    finished = recipe(*tiny_job, *SETTINGS, "--logging_steps", "3", "--output_dir", tmp_path / "three", *WAYS[way],
-                      script="tests/waits_worker.py", env={"NOTES": str(tmp_path / "notes.json")})  # fmt: skip
-    assert finished.code == 0, finished.err[-3000:]
-    assert "Warning" not in finished.err
-    steps = json.loads((tmp_path / "notes.json").read_text())
+def test_no_synchronization_between_log_lines(way: str) -> None:
+    run = runs(way).run("waits", "tests.noted_steps", [*SETTINGS, "--logging_steps", 3])
+    assert "Warning" not in runs(way).log("waits")
+    notes = lines_of(run / "notes.jsonl")
+    steps = [{part: [name for name, _ in some] for part, some in note.items()} for note in notes]
     assert len(steps) == 10
     if way == "ddp x2":  # accelerate and DeepSpeed read the norm in each step
         assert [step["clipping"] for step in steps if step["clipping"]] == []
@@ -42,21 +40,14 @@ def test_no_synchronization_between_log_lines(
     gathered = {number for number, step in enumerate(steps, 1) if step["logging"]}
     assert gathered == {3, 6, 8, 10}  # 8 is evaluated
     for number in gathered:
-        (collective,) = {name for name in steps[number - 1]["logging"] if name.startswith("c10d")}
-        assert steps[number - 1]["logging"].count(collective) == 1
+        collectives = [name for name in steps[number - 1]["logging"] if name.startswith("c10d")]
+        assert len(collectives) == 1
     assert [number for number, step in enumerate(steps, 1) if step["after"]] == [8, 10]
-    run_of([*tiny_job, *SETTINGS], tmp_path / "one")
-    assert losses_of(tmp_path / "three") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-5)
-    for mine, theirs in zip(
-        *(lines_of(tmp_path / run / "metrics.jsonl") for run in ("three", "one")), strict=True
-    ):
-        for name in ("step", "epoch", "learning_rate", "samples", "tokens"):
-            assert mine[name] == theirs[name]
-        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    assert_same_run(run, runs("single").run("logs each step", "recipes.cls", SETTINGS))
 
 
-def test_pending_steps_are_logged_before_an_error(tiny_job: list[str], tmp_path: Path) -> None:
-    finished = recipe(*tiny_job, *SETTINGS, "--learning_rate", "1e30", "--lr_scheduler_type", "constant",
+def test_pending_steps_are_logged_before_an_error(tmp_path: Path) -> None:
+    finished = recipe(*words_of(SETTINGS), "--learning_rate", "1e30", "--lr_scheduler_type", "constant",
                       "--logging_steps", "9", "--output_dir", tmp_path / "run")  # fmt: skip
     assert finished.code == 1
     (line,) = finished.error_lines
