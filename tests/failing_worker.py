@@ -1,13 +1,14 @@
-"""Runs recipes/cls.py and ends or stops one of its processes. Its tracker `trackio` is a fake that writes its steps
-when it is closed, not before.
+"""Runs recipes/cls.py and ends, stops or limits one of its processes. Its tracker `trackio` is a fake that writes its
+steps when it is closed, not before.
 
     python tests/failing_worker.py HOW RANK ARGUMENTS_OF_THE_RECIPE
 
-HOW: one of WAYS, after step 4. Or a number: killed at this of its calls that open, rename or remove something under
-checkpoints/.
+HOW: one of WAYS, after step 4; `has little memory`: from its first step on it may take 16 MiB more, and RANK may be
+`all`. Or a number: killed at this of its calls that open, rename or remove something under checkpoints/.
 """
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -36,11 +37,18 @@ def interrupt_twice() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
+def limit_memory() -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + 16 * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
 WAYS: dict[str, Callable[[], object]] = {
     "fails": fail,
     "is killed": kill,
     "exits": lambda: os._exit(0),
     "is interrupted twice": interrupt_twice,
+    "has little memory": limit_memory,
     "stands still": lambda: os.kill(os.getpid(), signal.SIGSTOP),
 }
 
@@ -58,22 +66,22 @@ def kill_at(event: int) -> None:
     sys.addaudithook(hook)
 
 
-def end_after_some_steps(how: str, is_chosen: bool) -> None:
+def act_after_some_steps(how: str, is_chosen: bool) -> None:
     import torch
 
     from toolkit.training.steps import Step
 
-    micro_batches = Step.micro_batches
+    micro_batches, steps = Step.micro_batches, 0 if how == "has little memory" else STEPS
 
-    def ending(step: Any, model: Any) -> Iterator[Any]:
-        if step.number == STEPS + 1:
+    def acting(step: Any, model: Any) -> Iterator[Any]:
+        if step.number == steps + 1:
             if torch.distributed.is_initialized():
-                torch.distributed.barrier()  # rank 0 has logged step 4
+                torch.distributed.barrier()  # rank 0 has logged the steps
             if is_chosen:
                 WAYS[how]()
         yield from micro_batches(step, model)
 
-    Step.micro_batches = ending  # type: ignore[method-assign]
+    Step.micro_batches = acting  # type: ignore[method-assign]
 
 
 class LateTracker:
@@ -108,9 +116,9 @@ if __name__ == "__main__":
         sys.modules["trackio"] = ModuleType("trackio")
         sys.modules["trackio"].__spec__ = ModuleSpec("trackio", None)
         LOGGER_TYPE_TO_CLASS["trackio"] = LateTracker  # type: ignore[assignment]
-        is_chosen = os.environ.get("RANK", "0") == rank
+        is_chosen = rank in ("all", os.environ.get("RANK", "0"))
         if how in WAYS:
-            end_after_some_steps(how, is_chosen)
+            act_after_some_steps(how, is_chosen)
         elif is_chosen:
             kill_at(int(how))
     launch.run(cls.main)

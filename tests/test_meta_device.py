@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +34,6 @@ from tests.matrix import JOBS, SPARSE, Job, words_of
 from tests.runs import recipe
 from toolkit import launch
 from toolkit.features import pretraining, titles
-from toolkit.features.distillation import teacher
 from toolkit.features.padding_free import attention as padding_free
 from toolkit.features.titles.evaluation import Writer
 from toolkit.run import Run
@@ -44,7 +43,7 @@ DEVICE = torch.device("meta")
 # each kind of micro-batch: a run's first, a step's last, those of a later step; `meta` has no fused AdamW
 META = ["--max_steps", 2, "--eval_every", 2, "--logging_steps", 2, "--global_batch_size", 5, "--per_device_batch_size",
         3, "--mixed_precision", "no", "--optimizer_args", "fused=False"]  # fmt: skip
-NAMES = ("few", "two terms", "weights", "lora recomputed", "pos_weight", "regression", "teacher", "layer decay",
+NAMES = ("few", "two terms", "weights", "lora recomputed", "pos_weight", "regression", "layer decay",
          "padding-free two terms", "sampling", "long", "long recomputed", "title", "pretraining")  # fmt: skip
 TRACED = {
     **{name: JOBS[name] for name in NAMES},
@@ -81,7 +80,7 @@ def test_a_step_and_an_evaluation_stay_on_the_device(job: str, notes: dict[str, 
      lambda x: torch.zeros_like(x).copy_(torch.tensor([1.0, 2.0]))],
 )  # fmt: skip
 def test_copies_from_the_cpu_are_noted(compute: Callable[[torch.Tensor], Any]) -> None:
-    with Crossings() as crossings:
+    with Crossings() as crossings, Copies(crossings):
         compute(torch.ones(2, device=DEVICE))
     assert crossings.notes["computing"]
 
@@ -101,15 +100,6 @@ class Crossings(TorchDispatchMode):
         super().__init__()
         self.notes: dict[str, list[str]] = {"computing": [], "evaluating": []}
         self.part = "computing"
-        self.copies = Copies(self)
-
-    def __enter__(self) -> Self:
-        self.copies.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self.copies.__exit__(*error)
 
     def note(self, name: str) -> None:
         where = _caller()
@@ -160,38 +150,24 @@ def _caller() -> str:
 
 
 def accelerator_on_device(*arguments: Any) -> Accelerator:
-    # the model is on the device already
     accelerator = make_accelerator(*arguments)
-    accelerator.device_placement = False
-    move_to(DEVICE, accelerator)
-    return accelerator
-
-
-def move_to(device: torch.device, accelerator: Accelerator) -> None:
+    accelerator.device_placement = False  # the model is on the device already
     # new AcceleratorStates copy PartialState
-    accelerator.state.device = PartialState().device = device
-
-
-def on_cpu(compute: Any) -> Any:
-    """For computations before training that need numbers: a teacher's logits."""
-
-    def compute_on_cpu(accelerator: Accelerator, *arguments: Any) -> Any:
-        move_to(torch.device("cpu"), accelerator)
-        result = compute(accelerator, *arguments)
-        move_to(DEVICE, accelerator)
-        return result
-
-    return compute_on_cpu
+    accelerator.state.device = PartialState().device = DEVICE
+    return accelerator
 
 
 def gather_numbers(accelerator: Accelerator, sent: torch.Tensor) -> Any:
     """For log lines: ones, and no stop signal."""
-    if accelerator.device.type == "cpu":
-        return sent
     assert sent.device == DEVICE
     numbers = torch.ones(sent.shape)
     numbers[:, -2] = 0
     return numbers
+
+
+def gather_and_end(accelerator: Accelerator, outputs: tuple[torch.Tensor, ...]) -> Any:
+    assert {each.device for each in outputs} == {DEVICE}
+    raise Traced
 
 
 def on_device(load: Any) -> Any:
@@ -202,7 +178,7 @@ def trace(module: str, words: list[str]) -> dict[str, Any]:
     crossings, sys.argv = Crossings(), [f"{module}.py", *words]
 
     def steps_noted(steps: Steps) -> Iterator[Any]:
-        with crossings:
+        with crossings, Copies(crossings):
             for step in begin(steps):
                 crossings.part = "computing"
                 yield step
@@ -212,15 +188,7 @@ def trace(module: str, words: list[str]) -> dict[str, Any]:
         log(run, finished)
         crossings.part = "evaluating"
 
-    def gather_or_end(accelerator: Accelerator, outputs: tuple[torch.Tensor, ...]) -> Any:
-        if accelerator.device.type == "cpu":
-            return outputs
-        assert {each.device for each in outputs} == {DEVICE}
-        raise Traced
-
     Steps.__iter__, Run._log_steps = steps_noted, log_noted  # type: ignore[method-assign]
-    Run._try_evaluation = lambda *_: None  # type: ignore[method-assign]
-    Accelerator.gather, Accelerator.gather_for_metrics = gather_numbers, gather_or_end
     error = "no evaluation"
     try:
         importlib.import_module(module).main()
@@ -243,6 +211,8 @@ def allow_flex_attention() -> None:
 
 def main() -> None:
     launch.make_accelerator = accelerator_on_device
+    Run._try_evaluation = lambda *_: None  # type: ignore[method-assign]
+    Accelerator.gather, Accelerator.gather_for_metrics = gather_numbers, gather_and_end
     padding_free.check_logits = lambda *words: None  # it compares numbers
     allow_flex_attention()
     # beam search synchronizes after each token
@@ -250,7 +220,6 @@ def main() -> None:
     vars(toolkit)["load_classifier"] = on_device(toolkit.load_classifier)
     for package, load in ((titles, "load_title_model"), (pretraining, "load_masked_model")):
         vars(package)[load] = on_device(getattr(package, load))
-    teacher.add_teacher_logits = on_cpu(teacher.add_teacher_logits)
     jobs, path = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), Path(sys.argv[2])
     notes = {name: trace(module, words) for name, (module, *words) in jobs.items()}
     path.write_text(json.dumps(notes), encoding="utf-8")

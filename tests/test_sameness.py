@@ -25,7 +25,9 @@ EVERYWHERE = (
 ONLY_SLOW = ("few", "several labels", "long")
 ONE_WAY = {
     **dict.fromkeys([*KINDS, "adafactor", "padding-free sampling"], DDP),
-    **dict.fromkeys(["momentum", "padding-free lora", "padding-free two terms", "title"], ZERO3),
+    **dict.fromkeys(
+        ["momentum", "padding-free lora recomputed", "padding-free two terms", "title"], ZERO3
+    ),
     **dict.fromkeys(["all frozen", "two terms"], FSDP2),
 }
 # One that reduces whole gradients and one that shards weights; the slow cases are the others.
