@@ -1,4 +1,4 @@
-"""Complete jobs: every kind of label, the best model, prediction of files."""
+"""Complete jobs: every kind of label, prediction of files, the demo."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from tests import inputs
-from tests.matrix import LABELLED, runs
+from tests.matrix import runs
 from tests.runs import lines_of, start
 
 F1 = {"accuracy", "f1_macro", "f1_micro", "f1_weighted", "per_class"}
@@ -47,23 +47,6 @@ def test_every_kind_of_label(kind: str) -> None:
         assert [last["loss"], last["mse"]] == pytest.approx([errors.mean()] * 2, rel=1e-4)
     for name in FILES:
         assert (run / name).stat().st_size > 0
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("way", ["single", "zero3 x2", "fsdp2 x2"])
-def test_the_best_model_is_loaded_and_evaluated(way: str) -> None:
-    words = [*LABELLED, "--train_file", inputs.labelled("six classes", "train"), "--max_steps", 40,
-             "--metric_for_best_model", "f1_macro", "--early_stopping_patience", 3, "--eval_every", 1,
-             "--learning_rate", 0.05]  # fmt: skip
-    run = runs(way).run("best model", "recipes.cls", words)
-    *during, last = lines_of(run / "eval.jsonl")
-    best = max(during, key=lambda line: line["f1_macro"])
-    assert len(during) < 40
-    assert during[-1]["step"] == best["step"] + 3
-    assert last["step"] == best["step"]
-    assert last["loss"] == pytest.approx(best["loss"], rel=1e-5)
-    assert last["loss"] != pytest.approx(during[-1]["loss"], rel=1e-3)
-    assert last["confusion_matrix"] == best["confusion_matrix"]
 
 
 @pytest.mark.multiprocess

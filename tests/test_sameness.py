@@ -110,12 +110,16 @@ def test_techniques_that_exclude_each_other(way: str) -> None:
 @pytest.mark.parametrize("way", slow_but(["single", DDP, *SHARDED], "single", DDP, ZERO3, FSDP2))
 def test_the_saved_model_is_the_evaluated_one(way: str) -> None:
     """By transformers and peft alone: model/ loads without peft, and adapter/ onto the base. LoRA's best step is not
-    its last."""
+    its last, and is loaded and evaluated at the end."""
     from peft import PeftModel
 
     assert load(runs(way)["plain"] / "model").config.id2label == {0: "neg", 1: "pos"}
     run = runs(way)["lora best step"]
-    assert lines_of(run / "eval.jsonl")[-1]["step"] < 10
+    *during, last = lines_of(run / "eval.jsonl")
+    best = min(during, key=lambda line: line["loss"])
+    assert last["step"] == best["step"] < 10
+    assert last["loss"] == pytest.approx(best["loss"], rel=1e-5)
+    assert last["loss"] < during[-1]["loss"] * (1 - 1e-3)
     assert "LoRA r=3" in runs(way).log("lora best step")
     base = AutoModelForSequenceClassification.from_pretrained(inputs.tiny_model(), num_labels=2)
     for model in (load(run / "model"), PeftModel.from_pretrained(base, run / "adapter")):

@@ -46,7 +46,7 @@ def losses_and_bytes(
     for kind, more in kinds.items():
         words = [*COMMON, *settings, *more]
         name = f"bytes of {' '.join(map(str, settings + more))}"
-        run = runs(way).run(name, "tests.noted_steps", words)
+        run = runs(way).run(name, "tests.training.test_waits", words)
         losses[kind] = losses_of(run)
         second = [note for part in lines_of(run / "notes.jsonl")[1].values() for note in part]
         reduced[kind] = sum(sent for operator, sent in second if REDUCTIONS[way] in operator)
