@@ -1,17 +1,15 @@
-"""Promise 2, for every size of the data up to two global batches plus 1: which ids an evaluation returns, and which ids
-an epoch of training visits: lengths even and uneven, bucketed and not, batches counted in samples and in tokens.
+"""Promise 2, for every size of the data up to two global batches plus 1: which ids an evaluation returns, of even and of
+uneven lengths, in batches counted in samples and in tokens. Epochs of training: tests/data/test_batches.py.
 
 It is a job of tests/matrix.py, too: `main`.
 """
 
-import dataclasses
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from accelerate.utils import gather_object
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests import inputs
@@ -22,15 +20,10 @@ from toolkit.config import TrainingSettings
 from toolkit.data.tokens import Split
 from toolkit.evaluation import Outputs
 from toolkit.evaluation.outputs import BatchSizes
-from toolkit.objective.losses import sample_losses
-from toolkit.training.optimizer import make_scheduler, parameter_groups
 from toolkit.training.prepare import prepare_for_strategy
 from toolkit.training.schedule import make_schedule
-from toolkit.training.steps import Steps
 
 PER_DEVICE = {"single": 4, "ddp x2": 3, "ddp x3": 2, "zero3 x2": 2, "zero3 x3": 2}
-MOST_TOKENS = 24
-"""Batches of one, two or more samples, as their lengths allow."""
 
 
 @pytest.mark.multiprocess
@@ -44,63 +37,31 @@ def test_every_size(way: str) -> None:
 def main() -> None:
     model_path, per_device = sys.argv[1], int(sys.argv[2])
     accelerator = launch.make_accelerator("no")
-    global_batch = per_device * accelerator.num_processes
-    settings = TrainingSettings(
-        global_batch_size=global_batch, per_device_batch_size=per_device, num_train_epochs=1
-    )
+    world = accelerator.num_processes
+    largest = 2 * per_device * world + 1
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(model_path, num_labels=2)
-    optimizer = torch.optim.AdamW(parameter_groups(model, 0.01), lr=1e-4)
-    largest = split_of(2 * global_batch + 1, even=True)
-    schedule = make_schedule(settings, largest, accelerator.num_processes)
-    model, optimizer = prepare_for_strategy(accelerator, settings, schedule, model, optimizer)
-    scheduler = make_scheduler(optimizer, settings, 1000)
-
-    def evaluate(split: Split, most: int | None) -> None:
-        outputs = Outputs(accelerator, split, tokenizer, BatchSizes(per_device, most))
-        for batch in outputs.batches(model):
-            logits = model(**batch.inputs).logits
-            assert not logits.requires_grad
-            outputs.add(accelerator.gather_for_metrics((batch.ids, logits, batch.ids)))
-        if in_order := outputs.in_order():
-            rows, ids = in_order
-            assert ids.tolist() == split.rows.tolist(), (len(split), most, ids)
-            assert len(rows) == len(split)
-            # outputs belong to samples
-            assert len(split) < 3 or len(np.unique(rows, axis=0)) > 1
-
-    def train(split: Split, bucketed: bool, most: int | None) -> None:
-        chosen = dataclasses.replace(settings, group_by_length=bucketed, max_tokens_per_batch=most)
-        schedule = make_schedule(chosen, split, accelerator.num_processes)
-        accelerator.gradient_accumulation_steps = schedule.accumulation
-        model._forward_pre_hooks.clear()  # the checks of the steps before
-        steps = Steps(accelerator, split, tokenizer, chosen, schedule, model, optimizer, scheduler)
-        seen: list[int] = []
-        for step in steps:
-            for count, batch in enumerate(step.micro_batches(model), 1):
-                assert count <= schedule.accumulation
-                assert most is None or batch.inputs["input_ids"].numel() <= most
-                seen += batch.ids[batch.weights > 0].tolist()
+    optimizer = torch.optim.AdamW(model.parameters())
+    settings = TrainingSettings(global_batch_size=world, per_device_batch_size=1)
+    schedule = make_schedule(settings, split_of(largest, even=True), world)
+    model, _ = prepare_for_strategy(accelerator, settings, schedule, model, optimizer)
+    for size in range(1, largest + 1):
+        # 24 tokens: batches of one, two or more samples, as their lengths allow
+        for even, most in ((True, None), (False, None), (False, 24)):
+            split = split_of(size, even)
+            outputs = Outputs(accelerator, split, tokenizer, BatchSizes(per_device, most))
+            for batch in outputs.batches(model):
                 logits = model(**batch.inputs).logits
-                losses = sample_losses(logits, batch.labels, "single_label_classification")
-                accelerator.backward(step.mean(losses))
-            step.grad_norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            list(steps.finish(step))
-        everyone = sorted(gather_object(seen))
-        assert everyone == split.rows.tolist(), (len(split), bucketed, everyone)
-
-    for size in range(1, 2 * global_batch + 2):
-        uneven = split_of(size, even=False)
-        evaluate(split_of(size, even=True), None)
-        for most in (None, MOST_TOKENS):
-            evaluate(uneven, most)
-            train(uneven, bucketed=most is None, most=most)
+                assert not logits.requires_grad
+                outputs.add(accelerator.gather_for_metrics((batch.ids, logits, batch.ids)))
+            if in_order := outputs.in_order():
+                rows, ids = in_order
+                assert ids.tolist() == split.rows.tolist(), (size, even, most, ids)
+                assert len(rows) == size
+                assert size < 3 or len(np.unique(rows, axis=0)) > 1  # outputs belong to samples
     if accelerator.is_main_process:
-        print(f"sizes 1 to {2 * global_batch + 1}: every sample exactly once", flush=True)
+        print(f"sizes 1 to {largest}: every sample exactly once", flush=True)
 
 
 def split_of(size: int, even: bool) -> Split:

@@ -16,7 +16,7 @@ from tests import inputs, runs
 from tests.checkpoint.test_folder import flip
 from tests.matrix import TINY, words_of
 from tests.matrix import runs as jobs
-from tests.runs import digests, failed, fork, lines_of, losses_of, recipe, train
+from tests.runs import digests, failed, fork, lines_of, losses_of, train
 from toolkit.checkpoint import folder as folders
 
 STEPS = 20  # 16 are an epoch
@@ -212,23 +212,3 @@ def test_two_at_once(settings: list[str], whole: Path, tmp_path: Path) -> None:
         first.send_signal(signal.SIGCONT)
         first.finish(120).succeeded()
     assert_same(tmp_path / "run", whole)
-
-
-def test_a_run_that_failed_before_its_first_step_is_replaced(
-    settings: list[str], tmp_path: Path
-) -> None:
-    """A loss that is not finite; a config.json that is not a run's is not overwritten."""
-    rows, run = tmp_path / "rows.csv", tmp_path / "run"
-    numbers = "".join(f"word {i},{i}.5\n" for i in range(11))
-    rows.write_text(f"text,label\n{numbers}huge,1e30\n")
-    words = [*settings, "--max_steps", "2", "--output_dir", run]
-    regression = ["--train_file", rows, "--validation_file", rows]
-    says = ("step 1", "loss of rows 12 is not finite", "--learning_rate")
-    recipe(*words, *regression).says_in_one_line(*says)
-    assert (run / "config.json").is_file()
-    assert not (run / "model").exists()
-    train(*words)
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "config.json").write_text("{}")
-    message = failed(*settings, "--max_steps", "2", "--output_dir", tmp_path / "other")
-    assert "already contains a run (config.json)" in message
