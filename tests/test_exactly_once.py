@@ -1,5 +1,5 @@
-"""Promise 2, for every size of the data up to two global batches plus 1: which ids an evaluation returns, of even and of
-uneven lengths, in batches counted in samples and in tokens. Epochs of training: tests/data/test_batches.py.
+"""Promise 2, for every size of the data up to two global batches plus 1: the ids of an evaluation, of lengths even and
+uneven, in batches counted in samples and in tokens. Epochs of training: tests/data/test_batches.py.
 
 It is a job of tests/matrix.py, too: `main`.
 """
