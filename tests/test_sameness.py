@@ -21,21 +21,17 @@ SHARDED = (ZERO1, ZERO2, ZERO3, FSDP2)
 EVERYWHERE = (
     DDP, *SHARDED, "ddp x3", "zero3 x3", "fsdp2 x3", "zero2_offload x2", "zero3_offload x2",
 )  # fmt: skip
-# Jobs that are only references, or start in another file too, and what ZeRO and FSDP2 refuse.
-ONLY_SLOW = ("few", "several labels", "long")
-ONE_WAY = {
-    **dict.fromkeys([*KINDS, "adafactor", "padding-free sampling"], DDP),
-    **dict.fromkeys(
-        ["momentum", "padding-free lora recomputed", "padding-free two terms", "title"], ZERO3
-    ),
-    **dict.fromkeys(["all frozen", "two terms"], FSDP2),
+# Each job under a way that reduces whole gradients and under one that shards weights; some under one of them, and
+# adafactor is refused under ZeRO and FSDP2. The slow cases are the others.
+FAST_WAYS: dict[str, tuple[str, ...]] = {
+    name: (DDP, FSDP2) if place % 2 else (ZERO2, ZERO3) for place, name in enumerate(JOBS)
 }
-# One that reduces whole gradients and one that shards weights; the slow cases are the others.
-FAST = [(way, "plain") for way in EVERYWHERE]
-for place, name in enumerate(JOBS):
-    several = (DDP, FSDP2) if place % 2 else (ZERO2, ZERO3)
-    if name not in ONLY_SLOW and name != "plain":
-        FAST += [(way, name) for way in ([ONE_WAY[name]] if name in ONE_WAY else several)]
+FAST_WAYS |= {
+    "plain": EVERYWHERE, "few": (), "several labels": (), "long": (), "title": (ZERO3,), "momentum": (ZERO3,),
+    "all frozen": (FSDP2,), "two terms": (FSDP2,), "adafactor": (DDP,), **dict.fromkeys(KINDS, (DDP,)),
+    "padding-free sampling": (DDP,), "padding-free lora recomputed": (ZERO3,), "padding-free two terms": (ZERO3,),
+}  # fmt: skip
+FAST = [(way, name) for name, ways in FAST_WAYS.items() for way in ways]
 SLOW = [(way, name) for name in JOBS for way in (DDP, ZERO2, ZERO3, FSDP2) if name != "adafactor"]
 SLOW += [(way, name) for name in ("one micro-batch", "long", "title") for way in EVERYWHERE]
 # jobs that must have the losses of another; without dropout R-Drop's two passes are equal
