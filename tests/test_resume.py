@@ -14,27 +14,25 @@ from safetensors.numpy import load_file
 
 from tests import inputs, runs
 from tests.checkpoint.test_folder import flip
-from tests.matrix import TINY, words_of
-from tests.matrix import runs as jobs
-from tests.runs import digests, failed, fork, lines_of, losses_of, train
+from tests.matrix import words_of
+from tests.runs import digests, failed, fork, lines_of, losses_of, run_of, train
 from toolkit.checkpoint import folder as folders
 
 STEPS = 20  # 16 are an epoch
-# With dropout. The best evaluation is neither the first nor the last (see `test_the_run_is_as_planned`).
-SETTINGS = [*TINY, "--train_file", inputs.reviews, "--max_steps", STEPS, "--dropout", 0.1, "--global_batch_size", 12,
-            "--per_device_batch_size", 6, "--learning_rate", "1e-3", "--warmup_steps", 4, "--checkpoint_every", 3,
-            "--eval_every", 4, "--keep_checkpoints", 20]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def settings() -> list[str]:
-    return words_of(SETTINGS)
+def settings(tiny_job: list[str]) -> list[str]:
+    """With dropout. The best evaluation is neither the first nor the last (see `test_the_run_is_as_planned`)."""
+    words = """--dropout 0.1 --global_batch_size 12 --per_device_batch_size 6 --learning_rate 1e-3 --warmup_steps 4
+        --checkpoint_every 3 --eval_every 4 --keep_checkpoints 20"""
+    return [*tiny_job, "--max_steps", str(STEPS), *words.split()]
 
 
 @pytest.fixture(scope="module")
-def whole() -> Path:
+def whole(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run. Tests must not write into it."""
-    return jobs("single").run("to resume", "recipes.cls", SETTINGS)
+    return run_of(settings, tmp_path_factory.mktemp("resume") / "whole")
 
 
 def checkpoint(run: Path, step: int) -> Path:
@@ -106,7 +104,6 @@ def test_the_best_model_until_the_checkpoint(settings: list[str], tmp_path: Path
 
 
 REFUSED: dict[str, list[Any]] = {
-    "(learning_rate was 0.001 and is 0.003)": ["--learning_rate", "3e-3"],
     "global_batch_size was 12 and is 10": ["--global_batch_size", 10],
     "seed was 42 and is 43": ["--seed", 43],
     "max_length was 131 and is 50": ["--max_length", 50],
@@ -157,6 +154,8 @@ def test_a_finished_run_stays_and_goes_on_when_asked_for_more(
     changed = {name for name, value in digests(run).items() if before.get(name) != value}
     assert not [name for name in changed if name.endswith(("safetensors", "jsonl"))]
     assert not [name for name in changed if name.startswith("checkpoints")]
+    message = failed(*settings, "--output_dir", run, "--learning_rate", "3e-3")
+    assert "(learning_rate was 0.001 and is 0.003)" in message
     train(*settings, "--output_dir", run, "--max_steps", 24)
     lines = lines_of(run / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 25))
