@@ -81,7 +81,7 @@ def act_after_some_steps(how: str, is_chosen: bool) -> None:
                 WAYS[how]()
         yield from micro_batches(step, model)
 
-    Step.micro_batches = acting  # type: ignore[method-assign]
+    Step.micro_batches = acting
 
 
 class LateTracker:
@@ -115,7 +115,7 @@ if __name__ == "__main__":
         del sys.argv[1:3]
         sys.modules["trackio"] = ModuleType("trackio")
         sys.modules["trackio"].__spec__ = ModuleSpec("trackio", None)
-        LOGGER_TYPE_TO_CLASS["trackio"] = LateTracker  # type: ignore[assignment]
+        LOGGER_TYPE_TO_CLASS["trackio"] = LateTracker
         is_chosen = rank in ("all", os.environ.get("RANK", "0"))
         if how in WAYS:
             act_after_some_steps(how, is_chosen)

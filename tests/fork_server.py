@@ -42,7 +42,7 @@ _IMPORTED = ("datasets", "deepspeed", "sklearn.metrics", "sklearn.model_selectio
              "torch.distributed.checkpoint.state_dict", "torch.utils.tensorboard", "deepspeed.launcher.runner",
              "deepspeed.runtime.superoffload.superoffload_stage3", "deepspeed.runtime.zero.muon.muon_optimizer",
              "deepspeed.module_inject.auto_ep_layer", "tests.runs")  # fmt: skip
-_execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_execute_child = subprocess.Popen._execute_child
 
 
 def serve(listener: socket.socket) -> None:
@@ -112,7 +112,7 @@ def enter(space: str, name: str, binds: Mapping[str, str]) -> None:
     for path, source in {"/etc/hosts": f"/etc/netns/{space}/hosts", **binds}.items():
         call("mount", source, path, None, 1 << 12, None)  # MS_BIND
     socket.sethostname(name)
-    platform._uname_cache = None  # type: ignore[attr-defined]
+    platform._uname_cache = None
 
 
 def become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
@@ -223,9 +223,9 @@ if __name__ == "__main__":
         warm_up()
     for module in [name for name in sys.modules if name.startswith("recipes.")]:
         del sys.modules[module]  # a test may write a module of that name
-    subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
+    subprocess.Popen._execute_child = execute_child
     # for torchrun's log it searches all modules, a second with so many imports
     rendezvous = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
-    rendezvous.get_method_name = str  # type: ignore[attr-defined]
+    rendezvous.get_method_name = str
     gc.freeze()  # ZeRO-3 collects garbage at each start
     serve(unix_socket)

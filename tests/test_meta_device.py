@@ -188,7 +188,7 @@ def trace(module: str, words: list[str]) -> dict[str, Any]:
         log(run, finished)
         crossings.part = "evaluating"
 
-    Steps.__iter__, Run._log_steps = steps_noted, log_noted  # type: ignore[method-assign]
+    Steps.__iter__, Run._log_steps = steps_noted, log_noted
     error = "no evaluation"
     try:
         importlib.import_module(module).main()
@@ -211,12 +211,12 @@ def allow_flex_attention() -> None:
 
 def main() -> None:
     launch.make_accelerator = accelerator_on_device
-    Run._try_evaluation = lambda *_: None  # type: ignore[method-assign]
+    Run._try_evaluation = lambda *_: None
     Accelerator.gather, Accelerator.gather_for_metrics = gather_numbers, gather_and_end
     padding_free.check_logits = lambda *words: None  # it compares numbers
     allow_flex_attention()
     # beam search synchronizes after each token
-    Writer.write = lambda writer, encoded, mask: mask.new_zeros(len(mask), writer.max_new_tokens)  # type: ignore[method-assign]
+    Writer.write = lambda writer, encoded, mask: mask.new_zeros(len(mask), writer.max_new_tokens)
     vars(toolkit)["load_classifier"] = on_device(toolkit.load_classifier)
     for package, load in ((titles, "load_title_model"), (pretraining, "load_masked_model")):
         vars(package)[load] = on_device(getattr(package, load))

@@ -147,7 +147,7 @@ class FixedOrder(Trainer):
     batches: list[dict[str, torch.Tensor]]
 
     def get_train_dataloader(self) -> DataLoader:
-        return DataLoader(self.batches, batch_size=None)  # type: ignore[arg-type]
+        return DataLoader(self.batches, batch_size=None)
 
     def training_step(self, *arguments: Any, **options: Any) -> torch.Tensor:
         loss = super().training_step(*arguments, **options)
