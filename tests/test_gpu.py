@@ -171,7 +171,7 @@ def test_gradients_in_bf16(way: str, gradients: Callable[[str], Path]) -> None:
 
 def run_skipping(folder: Path, way: str) -> None:
     """A run, and one that resumes from its checkpoint after the first skipped step."""
-    whole = ["tests.test_half_precision", *words_of(half.FP16), "--output_dir", folder / "whole"]
+    whole = ["tests.fp16_jobs", *words_of(half.FP16), "--output_dir", folder / "whole"]
     saved = half.saved_before_a_skip(folder / "whole")
     run(folder, way, [whole, [*whole[:-1], folder / "resumed", "--resume", saved]])
 

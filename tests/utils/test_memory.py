@@ -103,8 +103,8 @@ def run_out(train: Path, validation: Path, *arguments: Any, limited_rank: str) -
     """recipes/cls.py, whose processes may allocate 16 MiB more once they train."""
     words = ["--train_file", train, "--validation_file", validation, "--report_to", "none"]
     words += ["--max_steps", 2, "--mixed_precision", "no", "--max_tokens_per_batch", 1_000_000]
-    words = ["has little memory", limited_rank, *words, *arguments]
-    return recipe(*words, script="tests/failing_worker.py", seconds=90)
+    limit = {"LIMITED_RANK": limited_rank}
+    return recipe(*words, *arguments, script="tests/memory_worker.py", seconds=90, env=limit)
 
 
 LARGE = ["--global_batch_size", ROWS, "--per_device_batch_size", SAMPLES]
