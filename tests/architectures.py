@@ -17,7 +17,6 @@ PADDED = {"max_position_embeddings": 130}  # positions are counted from pad_toke
 DEBERTA = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": -1,
            "position_buckets": 16, "norm_rel_ebd": "layer_norm", "position_biased_input": False,
            "share_att_key": True, "type_vocab_size": 0}  # fmt: skip
-QWEN = {"num_key_value_heads": 1, "head_dim": 12, "tie_word_embeddings": True}
 
 
 @dataclass(frozen=True)
@@ -30,39 +29,35 @@ class Architecture:
     """Of recipes/cls.py."""
 
 
+QWEN = ("Qwen3ForCausalLM", "causal",
+        {"num_key_value_heads": 1, "head_dim": 12, "tie_word_embeddings": True})  # fmt: skip
+NARROW = {"embedding_size": 22}
+V2 = {**DEBERTA, "conv_kernel_size": 3, "conv_act": "gelu"}
+LOCAL = {"local_attention": 8, "num_hidden_layers": 4}
+ULTRA = {"sliding_window": 8, "num_hidden_layers": 3, "prediction_head_size": 22}
 ARCHITECTURES = {
     "BERT": Architecture("BertForMaskedLM", "wordpiece"),
     "RoBERTa": Architecture("RobertaForMaskedLM", "bpe", PADDED),
     "XLM-R": Architecture("XLMRobertaForMaskedLM", "unigram", PADDED),
-    "ELECTRA": Architecture("ElectraForPreTraining", "wordpiece", {"embedding_size": 22}),
-    "ERNIE": Architecture(
-        "ErnieForMaskedLM", "wordpiece", {"use_task_id": True, "task_type_vocab_size": 3}
-    ),
+    "ELECTRA": Architecture("ElectraForPreTraining", "wordpiece", NARROW),
+    "ERNIE": Architecture("ErnieForMaskedLM", "wordpiece", {"use_task_id": True}),
     "DistilBERT": Architecture("DistilBertForMaskedLM", "wordpiece"),
-    "ALBERT": Architecture("AlbertForMaskedLM", "unigram", {"embedding_size": 22}),
-    "DeBERTa-v2": Architecture(
-        "DebertaV2ForMaskedLM", "unigram", {**DEBERTA, "conv_kernel_size": 3, "conv_act": "gelu"}
-    ),
+    "ALBERT": Architecture("AlbertForMaskedLM", "unigram", NARROW),
+    "DeBERTa-v2": Architecture("DebertaV2ForMaskedLM", "unigram", V2),
     "DeBERTa-v3": Architecture("DebertaV2ForMaskedLM", "unigram", DEBERTA),
-    "ModernBERT": Architecture(
-        "ModernBertForMaskedLM", "bpe", {"local_attention": 8, "num_hidden_layers": 4}
-    ),
+    "ModernBERT": Architecture("ModernBertForMaskedLM", "bpe", LOCAL),
     "EuroBERT": Architecture(
         "EuroBertForMaskedLM", "bpe", {"num_key_value_heads": 1, "mask_token_id": 4}
     ),
     "NomicBERT": Architecture("NomicBertForMaskedLM", "wordpiece"),
-    "UltraBERT": Architecture(
-        "UltrabertForMaskedLM",
-        "wordpiece",
-        {"sliding_window": 8, "num_hidden_layers": 3, "prediction_head_size": 22},
-    ),
+    "UltraBERT": Architecture("UltrabertForMaskedLM", "wordpiece", ULTRA),
     "GTE": Architecture("GteForMaskedLM", "unigram"),
     "Longformer": Architecture("LongformerForMaskedLM", "bpe", {**PADDED, "attention_window": 16}),
     "BigBird": Architecture(
         "BigBirdForMaskedLM", "unigram", {"block_size": 4, "num_random_blocks": 1}
     ),
-    "Qwen3": Architecture("Qwen3ForCausalLM", "causal", QWEN),
-    "Qwen3, LoRA": Architecture("Qwen3ForCausalLM", "causal", QWEN, ("--lora_r", 4)),
+    "Qwen3": Architecture(*QWEN),
+    "Qwen3, LoRA": Architecture(*QWEN, ("--lora_r", 4)),
 }
 # [first, padding, last, unknown, mask]
 _SPECIAL = {"wordpiece": ("[CLS]", "[PAD]", "[SEP]", "[UNK]", "[MASK]"),
@@ -73,9 +68,8 @@ def make_architecture(name: str, folder: Path, texts: Sequence[str]) -> Path:
     """Writes the model as its pretrained class is saved, with the tokenizer trained on `texts`."""
     architecture = ARCHITECTURES[name]
     tokenizer = make_tokenizer(architecture.tokenizer, texts)
-    if not hasattr(transformers, architecture.pretrained) and Version(
-        transformers.__version__
-    ) < Version("5.20"):
+    is_old = Version(transformers.__version__) < Version("5.20")
+    if is_old and not hasattr(transformers, architecture.pretrained):
         pytest.skip(f"needs transformers 5.20 for {name}")
     kind = getattr(transformers, architecture.pretrained)
     special = () if architecture.tokenizer == "causal" else ("pad", "bos", "eos", "cls", "sep")
@@ -95,18 +89,12 @@ def make_architecture(name: str, folder: Path, texts: Sequence[str]) -> Path:
 def make_tokenizer(kind: str, texts: Sequence[str]) -> Any:
     """At most 300 tokens, with the special tokens of such models; `causal` adds none to a text and pads on the left."""
     special = _SPECIAL.get(kind, ("<s>", "<pad>", "</s>", "<unk>", "<mask>"))
-    common: dict[str, Any] = {
-        "vocab_size": 300,
-        "special_tokens": list(special),
-        "show_progress": False,
-    }
+    common: Any = {"vocab_size": 300, "special_tokens": [*special], "show_progress": False}
     if kind == "wordpiece":
         tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
         trainer = trainers.WordPieceTrainer(**common)
-        tokenizer.normalizer, tokenizer.pre_tokenizer = (
-            normalizers.BertNormalizer(),
-            pre_tokenizers.BertPreTokenizer(),
-        )
+        tokenizer.normalizer = normalizers.BertNormalizer()
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     elif kind == "unigram":
         tokenizer = Tokenizer(models.Unigram())
         trainer = trainers.UnigramTrainer(unk_token="<unk>", **common)

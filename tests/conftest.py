@@ -17,12 +17,8 @@ from tests.runs import run_of
 from toolkit.utils import log
 
 # Set before any test module imports `datasets`, which reads its folder once; processes started by tests inherit it.
-_OURS = (
-    "TOOLKIT_TESTS_FOLDER" not in os.environ
-)  # otherwise a process started by tests, or a second import
-_CACHE = Path(
-    os.environ["TOOLKIT_TESTS_FOLDER"] if not _OURS else tempfile.mkdtemp(prefix="toolkit-tests-")
-)
+_OURS = "TOOLKIT_TESTS_FOLDER" not in os.environ  # not so in a worker, or in a second import
+_CACHE = Path(os.environ.get("TOOLKIT_TESTS_FOLDER") or tempfile.mkdtemp(prefix="toolkit-tests-"))
 os.environ.update(
     TOOLKIT_TESTS_FOLDER=str(_CACHE),
     TOOLKIT_CACHE=str(_CACHE / "toolkit"),
@@ -38,10 +34,8 @@ if (_worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_set
     if len(_cores) < 2 * int(os.environ["PYTEST_XDIST_WORKER_COUNT"]):
         os.sched_setaffinity(0, {_cores[int(_worker.removeprefix("gw")) % len(_cores)]})
 
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # as a shell's `&` leaves it; what tests start would inherit it
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# a shell's `&` leaves it ignored, and what tests start would inherit that
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not log.logger.handlers:  # pytest has handlers of its own, and tests read stderr
     log.add_handler()
@@ -53,16 +47,7 @@ pytest_plugins = ["tests.hosts", "tests.prepared"]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that start several processes first, then others that start processes: they take longest, and no worker of
     several should wait for them at the end."""
-    units = (
-        "checkpoint",
-        "data",
-        "evaluation",
-        "launch",
-        "models",
-        "objective",
-        "report",
-        "training",
-    )
+    units = "checkpoint data evaluation launch models objective report training".split()
     several = {item.path for item in items if item.get_closest_marker("multiprocess")}
     items.sort(key=lambda item: (item.path not in several, item.path.parent.name in units))
 
@@ -72,14 +57,11 @@ def pytest_unconfigure() -> None:
         shutil.rmtree(_CACHE, ignore_errors=True)
 
 
-@pytest.fixture(scope="session")
-def tiny_model() -> Path:
-    return inputs.tiny_model()
-
-
-@pytest.fixture(scope="session")
-def sharp_model() -> Path:
-    return inputs.sharp_model()
+tiny_model = pytest.fixture(scope="session")(inputs.tiny_model)
+sharp_model = pytest.fixture(scope="session")(inputs.sharp_model)
+reviews = pytest.fixture(scope="session")(inputs.reviews)
+long_reviews = pytest.fixture(scope="session")(inputs.long_reviews)
+articles = pytest.fixture(scope="session")(inputs.articles)
 
 
 @pytest.fixture(scope="session")
@@ -145,37 +127,22 @@ def write_rows(tmp_path: Path) -> Callable[..., str]:
 
     def write(name: str, rows: Sequence[Mapping[str, Any]], encoding: str = "utf-8") -> str:
         path, frame = tmp_path / name, pd.DataFrame(list(rows))
-        kind = next(suffix for suffix in path.suffixes if suffix != ".gz")
-        if kind == ".parquet":
+        kind = path.name.removesuffix(".gz").rpartition(".")[2]
+        if kind == "parquet":
             content = frame.to_parquet(index=False)
-        elif kind in (".csv", ".tsv"):
-            content = frame.to_csv(index=False, sep="," if kind == ".csv" else "\t").encode(
-                encoding
-            )
         else:
             lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-            content = (
-                "\n".join([*lines, ""]) if kind == ".jsonl" else f"[{', '.join(lines)}]"
-            ).encode(encoding)
+            text = {
+                "csv": frame.to_csv(index=False),
+                "tsv": frame.to_csv(index=False, sep="\t"),
+                "jsonl": "\n".join([*lines, ""]),
+                "json": f"[{', '.join(lines)}]",
+            }[kind]
+            content = text.encode(encoding)
         path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
         return str(path)
 
     return write
-
-
-@pytest.fixture(scope="session")
-def reviews() -> Path:
-    return inputs.reviews()
-
-
-@pytest.fixture(scope="session")
-def long_reviews() -> Path:
-    return inputs.long_reviews()
-
-
-@pytest.fixture(scope="session")
-def articles() -> Path:
-    return inputs.articles()
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,6 @@ that one of them starts (Popen) is a fork, too.
 
 import contextlib
 import ctypes
-import faulthandler
 import functools
 import gc
 import importlib
@@ -43,7 +42,7 @@ _IMPORTED = ("datasets", "deepspeed", "sklearn.metrics", "sklearn.model_selectio
              "torch.distributed.checkpoint.state_dict", "torch.utils.tensorboard", "deepspeed.launcher.runner",
              "deepspeed.runtime.superoffload.superoffload_stage3", "deepspeed.runtime.zero.muon.muon_optimizer",
              "deepspeed.module_inject.auto_ep_layer", "tests.runs")  # fmt: skip
-_execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_execute_child = subprocess.Popen._execute_child
 
 
 def serve(listener: socket.socket) -> None:
@@ -55,10 +54,9 @@ def serve(listener: socket.socket) -> None:
                 client = listener.accept()[0]
                 clients[client] = client.makefile("rw")
                 continue
-            try:
+            line = ""
+            with contextlib.suppress(OSError):
                 line = clients[ready].readline()
-            except OSError:
-                line = ""
             if not line.endswith("\n"):  # its process was killed, while it wrote perhaps
                 del clients[ready]
                 if not clients:
@@ -66,22 +64,9 @@ def serve(listener: socket.socket) -> None:
                 continue
             request = json.loads(line)
             folder = Path(request["folder"])
-            if not (child := os.fork()):
-                os.setsid()
-                os.chdir(request["cwd"])
-                if request["cores"]:
-                    os.sched_setaffinity(0, request["cores"])
-                pipe = folder / "in"
-                os.dup2(os.open(pipe if pipe.exists() else os.devnull, os.O_RDONLY), 0)
-                for number, name in enumerate(("out", "err"), 1):
-                    os.dup2(os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
-                if (
-                    request["largest_file"] is not None
-                ):  # writing beyond it fails (EFBIG: Python ignores the signal)
-                    resource.setrlimit(resource.RLIMIT_FSIZE, (request["largest_file"],) * 2)
-                if request["inside"] is not None:
-                    enter(**request["inside"])
-                become([sys.executable, *request["argv"]], request["env"])
+            child = os.fork()
+            if not child:
+                start(request, folder)
             for name in ("out", "err"):
                 (folder / name).touch()
             running[child] = folder
@@ -96,14 +81,29 @@ def serve(listener: socket.socket) -> None:
                     (folder / "draft").rename(folder / "code")
 
 
+def start(request: dict[str, Any], folder: Path) -> NoReturn:
+    os.setsid()
+    os.chdir(request["cwd"])
+    if request["cores"]:
+        os.sched_setaffinity(0, request["cores"])
+    pipe = folder / "in"
+    os.dup2(os.open(pipe if pipe.exists() else os.devnull, os.O_RDONLY), 0)
+    for number, name in enumerate(("out", "err"), 1):
+        os.dup2(os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
+    if largest := request["largest_file"]:  # beyond it EFBIG: Python ignores the signal
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
+    if request["inside"] is not None:
+        enter(**request["inside"])
+    become([sys.executable, *request["argv"]], request["env"])
+
+
 def enter(space: str, name: str, binds: Mapping[str, str]) -> None:
     """As `ip netns exec SPACE` with this host name, and the files of `binds` (path -> source) mounted."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def call(function: str, *arguments: Any) -> None:
-        if getattr(libc, function)(
-            *(os.fsencode(one) if isinstance(one, str) else one for one in arguments)
-        ):
+        encoded = [os.fsencode(one) if isinstance(one, str) else one for one in arguments]
+        if getattr(libc, function)(*encoded):
             raise OSError(ctypes.get_errno(), f"{function}{arguments}")
 
     call("setns", os.open(f"/var/run/netns/{space}", os.O_RDONLY), 0x40000000)  # CLONE_NEWNET
@@ -112,30 +112,27 @@ def enter(space: str, name: str, binds: Mapping[str, str]) -> None:
     for path, source in {"/etc/hosts": f"/etc/netns/{space}/hosts", **binds}.items():
         call("mount", source, path, None, 1 << 12, None)  # MS_BIND
     socket.sethostname(name)
-    platform._uname_cache = None  # type: ignore[attr-defined]
+    platform._uname_cache = None
 
 
 def become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     """Continues as `python ...` would."""
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
-            signal.signal(
-                number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-            )
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.closerange(3, 1024)
     os.environ.clear()
     os.environ.update(env)
     tempfile.tempdir = None
-    if env.get("PYTHONFAULTHANDLER"):
-        faulthandler.enable(file=2)
     if threads := env.get("OMP_NUM_THREADS"):  # torch reads it on import
         sys.modules["torch"].set_num_threads(int(threads))
     if "TESTS_WITHOUT_PAGES" in env:  # the slowest parts of a short run
-        write = functools.partial(
-            write_pages,
-            sys.modules["toolkit.report.summary"].write_pages,
+        pages, original = (
             env["TESTS_WITHOUT_PAGES"],
+            sys.modules["toolkit.report.summary"].write_pages,
         )
+        write = functools.partial(write_pages, original, pages)
         for name in ("toolkit.report.summary", "toolkit.run"):
             sys.modules[name].write_pages = write
         if baselines := sys.modules.get("toolkit.features.baselines.feature"):
@@ -173,16 +170,10 @@ def write_pages(write: Any, names: str, folder: Path, best_step: int) -> None:
 
 def is_python(command: Any) -> bool:
     """A script, or a module with -m."""
-    words = (
-        [str(word) for word in command if word != "-u"]
-        if isinstance(command, (list, tuple))
-        else []
-    )
-    return (
-        len(words) > 1
-        and words[0] == sys.executable
-        and (words[1] == "-m" or words[1].endswith(".py"))
-    )
+    if not isinstance(command, (list, tuple)):
+        return False
+    program, *words = [str(word) for word in command if word != "-u"]
+    return program == sys.executable and words != [] and words[0].endswith((".py", "-m"))
 
 
 def execute_child(self: Any, args: Any, *others: Any) -> Any:
@@ -194,7 +185,8 @@ def execute_child(self: Any, args: Any, *others: Any) -> Any:
         return _execute_child(self, args, *others)
     sys.stdout.flush()
     sys.stderr.flush()
-    if not (child := os.fork()):
+    child = os.fork()
+    if not child:
         if new_session:
             os.setsid()
         for stream, end in streams.items():
@@ -231,10 +223,9 @@ if __name__ == "__main__":
         warm_up()
     for module in [name for name in sys.modules if name.startswith("recipes.")]:
         del sys.modules[module]  # a test may write a module of that name
-    subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
+    subprocess.Popen._execute_child = execute_child
     # for torchrun's log it searches all modules, a second with so many imports
-    importlib.import_module(
-        "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
-    ).get_method_name = str
+    rendezvous = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+    rendezvous.get_method_name = str
     gc.freeze()  # ZeRO-3 collects garbage at each start
     serve(unix_socket)

@@ -1,8 +1,11 @@
-"""recipes/cls.py with fp16 gradients that overflow in two steps, on one process only; for tests/matrix.py.
+"""recipes/cls.py in fp16, for tests/matrix.py; the first word says with what.
 
-At the end it writes the loss scale and the optimizer's updates to OUTPUT_DIR/fp16.json.
+overflows: gradients that overflow in two steps, on one process only. At the end the loss scale and the optimizer's
+           updates are written to OUTPUT_DIR/fp16.json.
+grows:     a loss scale that grows in every second step.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -28,13 +31,12 @@ def state_of(accelerator: Accelerator, optimizer: Any) -> dict[str, Any]:
     inner = optimizer.optimizer
     scale = accelerator.scaler.get_scale() if accelerator.scaler else inner.loss_scaler.cur_scale
     states = (inner if accelerator.scaler else inner.optimizer).state.values()
-    return {
-        "scale": float(scale),
-        "updates": sorted({int(state["step"]) for state in states if "step" in state}),
-    }
+    updates = sorted({int(state["step"]) for state in states if "step" in state})
+    return {"scale": float(scale), "updates": updates}
 
 
 def main() -> None:
+    grows = sys.argv.pop(1) == "grows"
     state: dict[str, Any] = {}
     step_mean, clip, resume, number = Step.mean, Accelerator.clip_grad_norm_, Run._resume, 0
 
@@ -57,15 +59,22 @@ def main() -> None:
 
     def resume_scaled(run: Run, evaluate: Any) -> None:
         resume(run, evaluate)
-        state.update(accelerator=run.accelerator, optimizer=run._steps.optimizer)
+        accelerator, optimizer = run.accelerator, run._steps.optimizer
+        state.update(accelerator=accelerator, optimizer=optimizer)
         if not run._steps.done:
-            set_scaler(run.accelerator, run._steps.optimizer, {"cur_scale": SCALE})
+            set_scaler(accelerator, optimizer, {"cur_scale": SCALE / 4 if grows else SCALE})
+        if grows and accelerator.scaler:
+            accelerator.scaler.set_growth_interval(2)
+        elif grows:
+            optimizer.optimizer.loss_scaler.scale_window = 2
 
-    with (
-        mock.patch.object(Step, "mean", overflowing_mean),
-        mock.patch.object(Accelerator, "clip_grad_norm_", overflowing_clip),
-        mock.patch.object(Run, "_resume", resume_scaled),
-    ):
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(Run, "_resume", resume_scaled))
+        if not grows:
+            patches.enter_context(mock.patch.object(Step, "mean", overflowing_mean))
+            patches.enter_context(
+                mock.patch.object(Accelerator, "clip_grad_norm_", overflowing_clip)
+            )
         cls.main()
     if os.environ.get("RANK", "0") == "0":
         folder = Path(sys.argv[sys.argv.index("--output_dir") + 1])

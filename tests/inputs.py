@@ -3,10 +3,12 @@
 import json
 import os
 import random
+import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
@@ -34,36 +36,40 @@ def shared(name: str, make: Callable[[Path], object]) -> Path:
     return folder
 
 
-def tiny_model() -> Path:
+def made_once(file: str = "") -> Callable[[Callable[..., object]], Callable[..., Path]]:
+    """The decorated function fills a folder, of its name and arguments; the result returns this `file` of it."""
+
+    def decorate(make: Callable[..., object]) -> Callable[..., Path]:
+        def path_of(*arguments: str) -> Path:
+            name = " ".join([make.__name__, *arguments])
+            return shared(name, lambda folder: make(folder, *arguments)) / file
+
+        path_of.__doc__ = make.__doc__
+        return path_of
+
+    return decorate
+
+
+@made_once()
+def tiny_model(folder: Path) -> None:
     """A folder with a random BERT (2 layers) and its tokenizer, the same in every session.
 
     Every size is odd and no parameter's number of elements is divisible by 2: whatever divides them has to pad.
     """
-    return shared("tiny-bert", _make_tiny_model)
-
-
-def _make_tiny_model(folder: Path) -> None:
     import torch
     from transformers import BertConfig, BertModel, BertTokenizerFast
 
-    vocabulary = [
-        *"[PAD] [UNK] [CLS] [SEP] [MASK]".split(),
-        *_CHINESE,
-        *_PIECES,
-        *". , ! 。 ，".split(),
-    ]
-    vocabulary += [*(f"##{piece}" for piece in _PIECES), *_WORDS.split()]
+    vocabulary = "[PAD] [UNK] [CLS] [SEP] [MASK]".split()
+    vocabulary += [*_CHINESE, *_PIECES, *".,!。，", *(f"##{piece}" for piece in _PIECES)]
+    vocabulary += _WORDS.split()
     vocabulary += [f"[unused{number}]" for number in range(127 - len(vocabulary))]
     (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n", encoding="utf-8")
     tokenizer = BertTokenizerFast(vocab=str(folder / "vocab.txt"), model_max_length=131)
     assert len(tokenizer) == 127
-    sizes = {
-        "hidden_size": 33,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 3,
-        "intermediate_size": 71,
-    }
-    config = BertConfig(vocab_size=127, max_position_embeddings=131, type_vocab_size=1, **sizes)
+    config = BertConfig(
+        vocab_size=127, hidden_size=33, num_hidden_layers=2, num_attention_heads=3, intermediate_size=71,
+        max_position_embeddings=131, type_vocab_size=1,
+    )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(20240229)
         model = BertModel(config)
@@ -72,53 +78,68 @@ def _make_tiny_model(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def sharp_model() -> Path:
+@made_once()
+def sharp_model(folder: Path) -> None:
     """The tiny BERT with attention that prefers some tokens to others, as a pretrained one's does: where all count
     alike, every pattern gives the same numbers."""
-    return shared("sharp-bert", _make_sharp_model)
-
-
-def _make_sharp_model(folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(tiny_model(), folder, dirs_exist_ok=True)
     weights = load_file(folder / "model.safetensors")
     for name, weight in weights.items():
-        if name.endswith(
-            ("query.weight", "key.weight", "value.weight", "attention.output.dense.weight")
-        ):
+        if re.search(r"(query|key|value|attention\.output\.dense)\.weight$", name):
             weight *= 20
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def reviews() -> Path:
+@made_once()
+def masked_model(folder: Path) -> None:
+    """A small BERT with its masked-language head."""
+    import pandas as pd
+
+    from tests.architectures import make_architecture
+
+    make_architecture("BERT", folder, list(pd.read_csv(reviews())["text"][:80]))
+
+
+@made_once("model")
+def masked_bigbird(folder: Path) -> None:
+    """A BigBird with blocks of 4 tokens, converted from `masked_model`."""
+    from toolkit.models.to_bigbird import SparseSizes, to_bigbird
+
+    to_bigbird(str(masked_model()), folder / "model", SparseSizes(128, 4, 1))
+
+
+def _demo(name: str, rows: int) -> Any:
+    from toolkit.data.read import read_demo
+
+    return read_demo(f"demo:{name}")["train"].rows.shuffle(seed=7).select(range(rows))
+
+
+@made_once("reviews.csv")
+def reviews(folder: Path) -> None:
     """211 real film reviews of uneven length with `neg` and `pos` labels, as a CSV file."""
-
-    def make(folder: Path) -> None:
-        from toolkit.data.read import read_demo
-
-        table = read_demo("demo:rotten-tomatoes")["train"].rows.shuffle(seed=7).select(range(211))
-        table.to_csv(folder / "reviews.csv", index=False)
-
-    return shared("reviews", make) / "reviews.csv"
+    _demo("rotten-tomatoes", 211).to_csv(folder / "reviews.csv", index=False)
 
 
-def uneven_reviews() -> Path:
+@made_once("rows.csv")
+def uneven_reviews(folder: Path) -> None:
     """About 130 of `reviews`, most of them `neg`; `tags` has one or two classes for each: the label, and `film`;
     `other` is another row's text."""
+    import pandas as pd
 
-    def make(folder: Path) -> None:
-        import pandas as pd
+    table = pd.read_csv(reviews())
+    table = table[(table["label"] == "neg") | (table.index % 5 == 0)]
+    film = table["text"].str.contains("film").map({True: "|film", False: ""})
+    table["tags"] = table["label"] + film
+    table["other"] = table["text"].iloc[::-1].str[:60].tolist()
+    table.to_csv(folder / "rows.csv", index=False)
 
-        table = pd.read_csv(reviews())
-        table = table[(table["label"] == "neg") | (table.index % 5 == 0)]
-        table["tags"] = table["label"] + table["text"].str.contains("film").map(
-            {True: "|film", False: ""}
-        )
-        table["other"] = table["text"].iloc[::-1].str[:60].tolist()
-        table.to_csv(folder / "rows.csv", index=False)
 
-    return shared("uneven-reviews", make) / "rows.csv"
+def write_jsonl(path: Path, rows: Iterable[object]) -> Path:
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
 
 
 def write_rows(path: Path, kind: str, count: int = 61) -> Path:
@@ -127,122 +148,75 @@ def write_rows(path: Path, kind: str, count: int = 61) -> Path:
     rows = []
     for _ in range(count):
         words = generator.choices(_LABEL_WORDS, k=generator.randint(1, 25))
-        label: object = {
-            "six classes": f"class {len(words) % 6 * 2}",
-            "multi-label": sorted({word for word in words if word in ("good", "bad", "dull")}),
-            "regression": len(words) / 10,
-            "several numbers": None,
-        }[kind]
-        row = {"text": " ".join(words), "label": label}
-        if kind == "several numbers":
-            row |= {"length": len(words) / 10, "good": 2 + words.count("good") / 4}
-            del row["label"]
-        rows.append(row)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+        labels: dict[str, dict[str, object]] = {
+            "six classes": {"label": f"class {len(words) % 6 * 2}"},
+            "multi-label": {"label": sorted({"good", "bad", "dull"} & {*words})},
+            "regression": {"label": len(words) / 10},
+            "several numbers": {"length": len(words) / 10, "good": 2 + words.count("good") / 4},
+        }
+        rows.append({"text": " ".join(words), **labels[kind]})
+    return write_jsonl(path, rows)
 
 
-def labelled(kind: str, part: str) -> Path:
+@made_once("rows.jsonl")
+def labelled(folder: Path, kind: str, part: str) -> None:
     """Rows of `write_rows` as a JSONL file: 61 to train on, 23 to test."""
-    count = {"train": 61, "test": 23}[part]
-    return (
-        shared(f"{kind} {part}", lambda folder: write_rows(folder / "rows.jsonl", kind, count))
-        / "rows.jsonl"
-    )
+    write_rows(folder / "rows.jsonl", kind, {"train": 61, "test": 23}[part])
 
 
-def long_reviews() -> Path:
+@made_once("long_reviews.csv")
+def long_reviews(folder: Path) -> None:
     """90 real film reviews with `neg` and `pos` labels, as a CSV file: in the tiny model's tokens 30 of them are too
     short for BigBird's sparse pattern (up to 704 tokens) and 60 are not (800 to 1500)."""
+    from transformers import AutoTokenizer
 
-    def make(folder: Path) -> None:
-        from transformers import AutoTokenizer
+    tokenizer, table = AutoTokenizer.from_pretrained(tiny_model()), _demo("imdb", 300)
+    lengths = [len(ids) for ids in tokenizer(list(table["text"]))["input_ids"]]
+    short = [row for row, length in enumerate(lengths) if length <= 704][:30]
+    long = [row for row, length in enumerate(lengths) if 800 <= length <= 1500][:60]
+    assert (len(short), len(long)) == (30, 60)
+    table.select(sorted(short + long)).to_csv(folder / "long_reviews.csv", index=False)
 
-        from toolkit.data.read import read_demo
 
-        tokenizer = AutoTokenizer.from_pretrained(tiny_model())
-        table = read_demo("demo:imdb")["train"].rows.shuffle(seed=7).select(range(300))
-        lengths = [len(ids) for ids in tokenizer(list(table["text"]))["input_ids"]]
-        short = [row for row, length in enumerate(lengths) if length <= 704][:30]
-        long = [row for row, length in enumerate(lengths) if 800 <= length <= 1500][:60]
-        assert (len(short), len(long)) == (30, 60)
-        table.select(sorted(short + long)).to_csv(folder / "long_reviews.csv", index=False)
+@made_once()
+def _long_splits(folder: Path) -> None:
+    import pandas as pd
 
-    return shared("long-reviews", make) / "long_reviews.csv"
+    table = pd.read_csv(long_reviews()).sample(60, random_state=3)
+    table[:48].to_csv(folder / "train.csv", index=False)
+    table[48:].to_csv(folder / "validation.csv", index=False)
 
 
 def long_split(name: str) -> Path:
     """`train` or `validation`: 48 and 12 of `long_reviews` as CSV files, whose rows are known by their places."""
-
-    def make(folder: Path) -> None:
-        import pandas as pd
-
-        table = pd.read_csv(long_reviews()).sample(60, random_state=3)
-        table[:48].to_csv(folder / "train.csv", index=False)
-        table[48:].to_csv(folder / "validation.csv", index=False)
-
-    return shared("long-splits", make) / f"{name}.csv"
+    return _long_splits() / f"{name}.csv"
 
 
-def articles() -> Path:
+@made_once("articles.jsonl")
+def articles(folder: Path) -> None:
     """The first 600 to 1500 characters of 60 real news articles with the first 1 to 7 words of their titles, as a
     JSONL file: 478 to 1205 tokens of the tiny model with 4 to 35 tokens."""
+    rows = []
+    for place, row in enumerate(_demo("bbc", 60)):
+        title = " ".join(row["title"].split()[: 1 + place % 7])
+        rows.append({"text": row["text"][: 600 + 100 * (place % 10)], "title": title})
+    write_jsonl(folder / "articles.jsonl", rows)
 
-    def make(folder: Path) -> None:
-        from toolkit.data.read import read_demo
 
-        table = read_demo("demo:bbc")["train"].rows.shuffle(seed=7).select(range(60))
-        rows = [
-            {
-                "text": row["text"][: 600 + 100 * (place % 10)],
-                "title": " ".join(row["title"].split()[: 1 + place % 7]),
-            }
-            for place, row in enumerate(table)
-        ]
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-        (folder / "articles.jsonl").write_text("".join(lines), encoding="utf-8")
-
-    return shared("articles", make) / "articles.jsonl"
+@made_once()
+def _titles(folder: Path) -> None:
+    rows = [json.loads(line) for line in articles().read_text(encoding="utf-8").splitlines()]
+    ends = (" the film and the story", " very good price", " not a dull room", " fine")
+    for place, row in enumerate(rows):
+        if place % 6 == 1 and place < 48:
+            row["title"] = row["title"][:2]
+        else:
+            row["title"] += ends[place % 4]
+    write_jsonl(folder / "train.jsonl", rows[:48])
+    write_jsonl(folder / "validation.jsonl", rows[48:])
 
 
 def titles(name: str) -> Path:
     """`train` or `validation`: 48 and 12 of `articles` as JSONL files, with titles that end in words of the tiny
     model's vocabulary, so that ROUGE is not 0; some are very short."""
-
-    def make(folder: Path) -> None:
-        rows = [json.loads(line) for line in articles().read_text(encoding="utf-8").splitlines()]
-        ends = (" the film and the story", " very good price", " not a dull room", " fine")
-        for place, row in enumerate(rows):
-            if place % 6 == 1 and place < 48:
-                row["title"] = row["title"][:2]
-            else:
-                row["title"] += ends[place % 4]
-        for part, some in (("train", rows[:48]), ("validation", rows[48:])):
-            lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in some]
-            (folder / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")
-
-    return shared("titles", make) / f"{name}.jsonl"
-
-
-def masked_model() -> Path:
-    """A small BERT with its masked-language head."""
-
-    def make(folder: Path) -> None:
-        import pandas as pd
-
-        from tests.architectures import make_architecture
-
-        make_architecture("BERT", folder, list(pd.read_csv(reviews())["text"][:80]))
-
-    return shared("masked-bert", make)
-
-
-def masked_bigbird() -> Path:
-    """A BigBird with blocks of 4 tokens, converted from `masked_model`."""
-
-    def make(folder: Path) -> None:
-        from toolkit.models.to_bigbird import SparseSizes, to_bigbird
-
-        to_bigbird(str(masked_model()), folder / "model", SparseSizes(128, 4, 1))
-
-    return shared("masked-bigbird", make) / "model"
+    return _titles() / f"{name}.jsonl"

@@ -2,10 +2,10 @@
 
     python tests/jobs_worker.py JOBS.json [--config_file ...]
 
-JOBS.json is a list of lists: a module with a `main`, and its arguments. Tests call `run_jobs`.
+JOBS.json is a list of lists: a module with a `main`, and its arguments. Tests call `run_jobs`; those of tests/matrix.py
+share processes with other files.
 """
 
-import gc
 import importlib
 import json
 import sys
@@ -15,17 +15,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tests.matrix_rank import reset
 from tests.runs import Finished, recipe
 from toolkit import launch
 
 
 def run_jobs(
-    folder: Path,
-    way: Sequence[str],
-    jobs: Sequence[Sequence[Any]],
-    seconds: float = 300,
-    **options: Any,
-) -> Finished:
+    folder: Path, way: Sequence[str], jobs: Sequence[Sequence[Any]], seconds: float = 300, **options: Any
+) -> Finished:  # fmt: skip
     """Runs all jobs in the processes of `way`; each must succeed. Writes jobs.json to `folder`."""
     words = [write_jobs(folder, jobs), *way]
     return recipe(*words, script="tests/jobs_worker.py", seconds=seconds, **options).succeeded()
@@ -39,15 +36,11 @@ def write_jobs(folder: Path, jobs: Sequence[Sequence[Any]]) -> Path:
 
 
 def main() -> None:
-    from accelerate.state import AcceleratorState, GradientState
-
     sys.path.insert(0, str(Path(sys.argv[1]).resolve().parent))  # recipes written by tests
     for module, *arguments in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
         sys.argv = [f"{module.replace('.', '/')}.py", *arguments]
         importlib.import_module(module).main()
-        gc.collect()
-        AcceleratorState._reset_state(reset_partial_state=False)  # keep the process group
-        GradientState._reset_state()
+        reset()
 
 
 if __name__ == "__main__":

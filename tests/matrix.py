@@ -145,13 +145,6 @@ JOBS: dict[str, Job] = {
     "weights": classifier("class weights", "focal", "ema"),
     "lora recomputed": classifier("lora", "recomputed", "class weights"),
     "pairs": Job("recipes.cls", PAIRS),
-    "padding-free": Job("recipes.cls", [*PAIRS, "--padding_free", "true"], reference="pairs"),
-    "padding-free lora": Job("recipes.cls", [*classifier("lora", "recomputed", "class weights").words,
-                                              "--padding_free", "true"], reference="lora recomputed"),
-    "padding-free two terms": Job("recipes.cls", [*classifier("r-drop", "fgm").words, "--padding_free", "true"],
-                                   reference="two terms"),
-    "padding-free sampling": Job("recipes.cls", [*ONE_LABEL, "--sampling", "sqrt", "--max_tokens_per_batch", 300,
-                                                  "--padding_free", "true"], reference="sampling"),
     **{kind: labelled(kind) for kind in KINDS},
     "long": Job("recipes.bigbird", SPARSE),
     "long recomputed": Job("recipes.bigbird", [*SPARSE, "--gradient_checkpointing", "true"], reference="long"),
@@ -162,6 +155,9 @@ JOBS: dict[str, Job] = {
     "pretraining": Job("recipes.pretrain", MASKED, pages=["single"]),
     "pretraining bigbird": Job("recipes.pretrain", [*MASKED, "--model_name_or_path", inputs.masked_bigbird]),
 }  # fmt: skip
+for name in ("pairs", "lora recomputed", "two terms", "sampling"):
+    words = [*JOBS[name].words, "--padding_free", "true"]
+    JOBS[f"padding-free {name}"] = Job("recipes.cls", words, reference=name)
 
 
 def words_of(words: Words) -> list[str]:
@@ -181,12 +177,12 @@ class Way:
     """One way to start a recipe, and the results of its jobs."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self.processes = int(name.rpartition(" x")[2]) if name != "single" else 1
+        strategy, _, processes = name.partition(" x")
+        self.name, self.processes = name, int(processes or 1)
         self._folder = inputs.session_folder() / "matrix" / name
         self._folder.mkdir(parents=True, exist_ok=True)
-        config = None if name == "single" else f"accelerate_configs/{name.rpartition(' x')[0]}.yaml"
-        assert config is None or (ROOT / config).is_file(), f"{name}: there is no {config}"
+        config = f"accelerate_configs/{strategy}.yaml" if processes else None
+        assert (ROOT / f"accelerate_configs/{strategy}.yaml").is_file(), f"there is no {strategy}"
         pages = ",".join(job for job in JOBS if name in JOBS[job].pages)
         self._groups = [ProcessGroup(self._folder / f"group{number}", config, self.processes, pages)
                         for number in range(GROUPS)]  # fmt: skip
@@ -205,9 +201,8 @@ class Way:
                 if not (reports / "result.json").exists():
                     self._execute(resolved, folder, reports, seconds)
         result = json.loads((reports / "result.json").read_text())
-        assert result["words"] == resolved, (
-            f"{name} is the name of two jobs: {resolved} and {result['words']}"
-        )
+        two = f"{name} is the name of two jobs: {resolved} and {result['words']}"
+        assert result["words"] == resolved, two
         if result["failure"]:
             raise JobError(f"{name} under {self.name}", *result["failure"])
         return folder
@@ -240,19 +235,17 @@ class Way:
                     return
             time.sleep(0.02)
 
-    def _failure(
-        self, found: dict[int, dict[str, Any]], reports: Path
-    ) -> tuple[str, str, str] | None:
-        """(class, message, details) of the first failure."""
+    def _failure(self, found: dict[int, dict[str, Any]], reports: Path) -> list[str]:
+        """Class, message and details of the first failure, or nothing."""
         for report in found.values():
             if report["error"]:
-                return report["kind"], report["error"], report["traceback"]
+                return [report["kind"], report["error"], report["traceback"]]
         missing = [rank for rank in range(self.processes) if rank not in found]
         if not missing:
-            return None
+            return []
         log = reports / f"rank{missing[0]}.log"
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-        return "Ended", f"ranks {missing} did not end the job", text[-4000:]
+        return ["Ended", f"ranks {missing} did not end the job", text[-4000:]]
 
 
 @cache

@@ -30,27 +30,21 @@ def strategy_variables(config_file: str) -> dict[str, str]:
     else:
         arguments.deepspeed_fields_from_accelerate_config = ",".join(config.deepspeed_config)
         variables = prepare_deepspeed_cmd_env(arguments)[1]
-    return {
-        name: value
-        for name, value in variables.items()
-        if name.startswith(("ACCELERATE_", "FSDP_"))
-    }
+    of_strategy = [name for name in variables if name.startswith(("ACCELERATE_", "FSDP_"))]
+    return {name: variables[name] for name in of_strategy}
 
 
 def run_job(job: dict[str, Any]) -> dict[str, str]:
     """Runs it; returns its exception, if any."""
     sys.argv = [f"{job['recipe'].replace('.', '/')}.py", *job["words"]]
+    report = {"error": "", "kind": "", "traceback": ""}
     try:
         importlib.import_module(job["recipe"]).main()
     except BaseException as error:
-        if isinstance(error, SystemExit) and not error.code:
-            return {"error": "", "kind": "", "traceback": ""}
-        return {
-            "error": str(error) or repr(error),
-            "kind": type(error).__name__,
-            "traceback": traceback.format_exc(),
-        }
-    return {"error": "", "kind": "", "traceback": ""}
+        if not isinstance(error, SystemExit) or error.code:
+            report["error"], report["kind"] = str(error) or repr(error), type(error).__name__
+            report["traceback"] = traceback.format_exc()
+    return report
 
 
 def reset() -> None:

@@ -28,5 +28,5 @@ class _Killed(Parts):
 
 
 if __name__ == "__main__":
-    predict_file.Parts = _Killed  # type: ignore[misc]
+    predict_file.Parts = _Killed
     launch.run(main)

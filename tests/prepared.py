@@ -17,22 +17,15 @@ def prepared(
     """`prepared(rows, validation_file=rows, seed=3, ...)` -> what is made of them."""
 
     def run(
-        train: list[Any],
-        kind: Any = None,
-        model: Any = MODEL,
-        tokenizer: Any = tokenizer,
-        **given: Any,
-    ) -> Any:
+        train: list[Any], kind: Any = None, model: Any = MODEL, tokenizer: Any = tokenizer,
+        train_name: str = "train_file.jsonl", **settings: Any,
+    ) -> Any:  # fmt: skip
         from toolkit.config import TaskSettings, build  # after conftest.py has named the caches
         from toolkit.data.prepare import prepare_data
 
-        files = {"train_file": train} | {
-            name: given.pop(name) for name in list(given) if name.endswith("_file")
-        }
-        names = {"train_file": given.pop("train_name", "train_file.jsonl")}
-        paths = {
-            name: write_rows(names.get(name, f"{name}.jsonl"), rows) for name, rows in files.items()
-        }
-        return prepare_data(build(kind or TaskSettings, paths | given), tokenizer, model)
+        settings["train_file"] = write_rows(train_name, train)
+        for name in [name for name in settings if name in ("validation_file", "test_file")]:
+            settings[name] = write_rows(f"{name}.jsonl", settings[name])
+        return prepare_data(build(kind or TaskSettings, settings), tokenizer, model)
 
     return run

@@ -35,15 +35,9 @@ class ProcessGroup:
         that was killed, or did not end within `seconds`."""
         ranks = self._living() or self._start()
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-        job = {
-            "recipe": recipe,
-            "words": words,
-            "reports": str(reports),
-            "seconds": seconds,
-            "cores": cores,
-        }
+        job = {"recipe": recipe, "words": words, "reports": str(reports), "seconds": seconds}
         for process in ranks:
-            process.write_line(json.dumps(job))
+            process.write_line(json.dumps(job | {"cores": cores}))
         found = self._wait(ranks, reports, seconds)
         if len(found) < len(ranks):
             self.stop(ranks)
@@ -56,10 +50,10 @@ class ProcessGroup:
         while True:
             # before the reports: one may report and end
             ended = [process.poll() is not None for process in ranks]
-            files = {rank: reports / f"rank{rank}.json" for rank in range(len(ranks))}
-            found = {
-                rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()
-            }
+            found = {}
+            for rank in range(len(ranks)):
+                if (file := reports / f"rank{rank}.json").exists():
+                    found[rank] = json.loads(file.read_text())
             if len(found) == len(ranks):
                 return found
             if any(report["error"] for report in found.values()) or any(ended):
@@ -89,9 +83,8 @@ class ProcessGroup:
         for rank in map(str, range(count)):
             place = {"RANK": rank, "LOCAL_RANK": rank} if self._config_file else {}
             ranks.append(fork(script, env | place, stdin=True))
-        self._started.write_text(
-            json.dumps([(str(process.folder), process.pid) for process in ranks])
-        )
+        started = [(str(process.folder), process.pid) for process in ranks]
+        self._started.write_text(json.dumps(started))
         return ranks
 
     def stop(self, ranks: list[Process]) -> None:

@@ -1,6 +1,5 @@
 """examples/engines: Ray Data and Spark give the answers of `toolkit predict`, without importing the toolkit."""
 
-import importlib.util
 import shutil
 import sys
 from pathlib import Path
@@ -19,32 +18,25 @@ from toolkit.data.labels import Labels
 def test_an_engine_labels_every_row_once(
     engine: str, sharp_model: Path, tmp_path: Path, no_launcher: None
 ) -> None:
-    if importlib.util.find_spec(engine) is None or (
-        engine == "pyspark" and not shutil.which("java")
-    ):
-        pytest.skip(f"{engine} is not installed")
+    pytest.importorskip(engine)
+    if engine == "pyspark" and not shutil.which("java"):
+        pytest.skip("java is not installed")
     (tmp_path / "model").mkdir()
     labels = Labels("single_label_classification", ("a", "b", "c"), ("label",))
     model = classifier(sharp_model, tmp_path / "model", labels)
-    words = ("good film", 'a "dull" book, very bad', "the room\nand the price", "not good")
-    rows = pd.DataFrame({"id": range(150), "text": [f"{words[i % 4]} {i}" for i in range(150)]})
+    texts = ("good film", 'a "dull" book, very bad', "the room\nand the price", "not good")
+    rows = pd.DataFrame({"id": range(150), "text": [f"{texts[i % 4]} {i}" for i in range(150)]})
     rows.to_csv(tmp_path / "new.csv", index=False)
     script = ROOT / "examples" / "engines" / f"{engine.removeprefix('py')}_label.py"
     assert "toolkit" not in script.read_text(encoding="utf-8").replace("`toolkit` read", "")
-    command = [sys.executable, script, model, tmp_path / "new.csv", tmp_path / "out"]
-    command += ["--batch_size", "16"]
-    env = {
-        "PYSPARK_PYTHON": sys.executable,
-        "SPARK_LOCAL_IP": "127.0.0.1",
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }
-    start(command, env=env).succeeded()
+    words = [script, model, tmp_path / "new.csv", tmp_path / "out", "--batch_size", "16"]
+    env = {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
+    start([sys.executable, *words], env=env | {"RAY_USAGE_STATS_ENABLED": "0"}).succeeded()
     labelled = pd.concat(map(pd.read_parquet, (tmp_path / "out").glob("*.parquet")))
     labelled = labelled.astype({"id": int}).sort_values("id")
     assert list(labelled["id"]) == list(range(150))
     assert list(labelled["text"]) == list(rows["text"])
     expected = toolkit.predict(model, list(rows["text"]))
     assert list(labelled["prediction"]) == [line["prediction"] for line in expected]
-    assert list(labelled["probability"]) == pytest.approx(
-        [max(line["probabilities"]) for line in expected], abs=1e-5
-    )
+    chances = [max(line["probabilities"]) for line in expected]
+    assert list(labelled["probability"]) == pytest.approx(chances, abs=1e-5)

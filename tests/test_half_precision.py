@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import get_scheduler
 
 from tests import inputs
 from tests.faults import refusal
@@ -24,7 +23,6 @@ from tests.matrix import PAIRS, TECHNIQUES, WAYS, classifier, runs
 from tests.runs import lines_of, losses_of, slow_but
 from toolkit.training.steps import Steps
 
-MANY = slow_but(WAYS[1:], "ddp x2", "zero1 x2", "zero2 x2", "zero3 x2", "fsdp2 x2")
 COMMON = ["--model_name_or_path", inputs.tiny_model, "--train_file", inputs.reviews, "--dropout", 0, "--report_to",
           "none", "--global_batch_size", 48, "--weight_decay", 0]  # fmt: skip
 # A step of SGD with a learning rate of 1 moves the weights by the gradient.
@@ -48,8 +46,8 @@ def run_of(way: str, precision: str, name: str) -> Path:
     return runs(way).run(f"{precision} {name}", "recipes.cls", job)
 
 
-def exact(name: str) -> Path:
-    return run_of("single", "no", name)
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    return lines_of(run / "metrics.jsonl")
 
 
 def weights_of(run: Path) -> torch.Tensor:  # (N,) float64
@@ -66,19 +64,18 @@ def gradient_error(run: Path, expected: Path, start: Path) -> float:
 
 def error_of(way: str, precision: str, name: str) -> float:
     """Compared with fp32 in one process."""
-    return gradient_error(run_of(way, precision, name), exact(name), exact("still"))
+    expected, start = (run_of("single", "no", each) for each in (name, "still"))
+    return gradient_error(run_of(way, precision, name), expected, start)
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("way", MANY)
+@pytest.mark.parametrize("way", slow_but(WAYS[1:], *WAYS[1:6]))
 def test_bf16(way: str) -> None:
     for name in ("gradient in 4", "gradient in 16"):
         assert 1e-5 < error_of(way, "bf16", name) < 1.5 * error_of("single", "bf16", name), name
-    expected = np.array(losses_of(exact("curve")))
-    one, many = (
-        np.abs(losses_of(run_of(each, "bf16", "curve")) / expected - 1).max()
-        for each in ("single", way)
-    )
+    expected = np.array(losses_of(run_of("single", "no", "curve")))
+    curves = [losses_of(run_of(each, "bf16", "curve")) for each in ("single", way)]
+    one, many = (np.abs(curve / expected - 1).max() for curve in curves)
     assert 0 < many < 1.5 * one
 
 
@@ -87,9 +84,8 @@ def test_bf16(way: str) -> None:
 def test_fp16(way: str) -> None:
     for name in ("gradient in 4", "gradient in 16"):
         # the division into micro-batches makes it 1.7 times as large under DDP with three processes
-        assert 1e-6 < error_of(way, "fp16", name) < 2.5 * error_of("single", "fp16", name) < 0.01, (
-            name
-        )
+        most = 2.5 * error_of("single", "fp16", name)
+        assert 1e-6 < error_of(way, "fp16", name) < most < 0.01, name
     curves = [losses_of(run_of(each, "fp16", "curve")) for each in (way, "single")]
     assert curves[0] == pytest.approx(curves[1], rel=2e-3)
 
@@ -101,11 +97,10 @@ def test_each_technique_in_bf16(way: str) -> None:
     """By autocast; within 1 % of fp32."""
     for name in TECHNIQUES:
         job = classifier(name)
-        losses = losses_of(
-            runs(way).run(f"bf16 {name}", job.recipe, [*job.words, "--mixed_precision", "bf16"])
-        )
-        assert all(map(math.isfinite, losses)), name
-        assert losses == pytest.approx(losses_of(runs("single")[name]), rel=1e-2), name
+        words = [*job.words, "--mixed_precision", "bf16"]
+        run = runs(way).run(f"bf16 {name}", job.recipe, words)
+        expected = losses_of(runs("single")[name])
+        assert losses_of(run) == pytest.approx(expected, rel=1e-2), name
 
 
 @pytest.mark.multiprocess
@@ -113,33 +108,25 @@ def test_each_technique_in_bf16(way: str) -> None:
 def test_padding_free_in_bf16(way: str) -> None:
     """Its attention has other kernels."""
     words = [*PAIRS, "--padding_free", "true", "--mixed_precision", "bf16"]
-    run, padded = runs(way).run("bf16 padding-free", "recipes.cls", words), runs("single")["pairs"]
-    assert losses_of(run) == pytest.approx(losses_of(padded), rel=0.03)
-    last, expected = (lines_of(folder / "eval.jsonl")[-1]["loss"] for folder in (run, padded))
-    assert last == pytest.approx(expected, rel=0.03)
+    run = runs(way).run("bf16 padding-free", "recipes.cls", words)
+    assert losses_of(run) == pytest.approx(losses_of(runs("single")["pairs"]), rel=0.03)
 
 
 # Skipped steps: tests/fp16_jobs.py makes two gradients overflow on one process only.
 STEPS, SAVED_AT, WARMUP, RATE = 10, 3, 4, 1e-3
 SKIPPED = (IN_THE_LOSS, IN_A_SHARD)
-FP16 = ["--model_name_or_path", inputs.tiny_model, "--train_file", inputs.reviews, "--mixed_precision", "fp16",
-        "--max_steps", STEPS, "--eval_every", STEPS, "--checkpoint_every", SAVED_AT, "--keep_checkpoints", 9,
+FP16 = ["overflows", "--model_name_or_path", inputs.tiny_model, "--train_file", inputs.reviews, "--mixed_precision",
+        "fp16", "--max_steps", STEPS, "--eval_every", STEPS, "--checkpoint_every", SAVED_AT, "--keep_checkpoints", 9,
         "--global_batch_size", 12, "--per_device_batch_size", 3, "--learning_rate", RATE, "--warmup_steps", WARMUP,
         "--dropout", 0, "--ema_decay", 0.9, "--report_to", "none"]  # fmt: skip
 
 
 def learning_rates() -> list[float]:
-    """By `transformers`, for a schedule that does not step where an update is skipped."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=RATE)
-    scheduler = get_scheduler(
-        "linear", optimizer, num_warmup_steps=WARMUP, num_training_steps=STEPS
-    )
-    rates = []
+    """Linear, of a schedule that does not step where an update is skipped."""
+    rates, updates = [], 0
     for step in range(1, STEPS + 1):
-        rates.append(scheduler.get_last_lr()[0])
-        if step not in SKIPPED:
-            optimizer.step()
-            scheduler.step()
+        rates.append(RATE * min(updates / WARMUP, (STEPS - updates) / (STEPS - WARMUP)))
+        updates += step not in SKIPPED
     return rates
 
 
@@ -150,11 +137,10 @@ def saved_before_a_skip(whole: Path) -> Path:
 def assert_skipped(run: Path, expected: Path, first: int) -> None:
     """By the schedule, the optimizer, the average and the scale, in a run that began after step `first`."""
     updates = STEPS - len(SKIPPED)
-    lines = lines_of(run / "metrics.jsonl")
+    lines = metrics_of(run)
     assert [line["step"] for line in lines] == list(range(first + 1, STEPS + 1))
-    assert [line["step"] for line in lines if line["grad_norm"] is None] == [
-        s for s in SKIPPED if s > first
-    ]
+    skipped = [line["step"] for line in lines if line["grad_norm"] is None]
+    assert skipped == [step for step in SKIPPED if step > first]
     assert [line["learning_rate"] for line in lines] == pytest.approx(learning_rates()[first:])
     assert losses_of(run) == pytest.approx(losses_of(expected)[first:], rel=5e-3)
     state = json.loads((run / "fp16.json").read_text())
@@ -170,9 +156,8 @@ def test_skipped_steps_are_not_counted(way: str) -> None:
     """In a whole run and in one that is resumed after the first skipped step."""
     expected = runs("single").run("fp16 skips", "tests.fp16_jobs", FP16)
     whole = runs(way).run("fp16 skips", "tests.fp16_jobs", FP16)
-    resumed = runs(way).run(
-        "fp16 resumed", "tests.fp16_jobs", [*FP16, "--resume", saved_before_a_skip(whole)]
-    )
+    words = [*FP16, "--resume", saved_before_a_skip(whole)]
+    resumed = runs(way).run("fp16 resumed", "tests.fp16_jobs", words)
     assert "optimizer.step()" not in runs(way).log("fp16 skips")  # a warning of torch's
     assert_skipped(whole, expected, 0)
     assert_skipped(resumed, expected, SAVED_AT)
@@ -185,23 +170,19 @@ def test_the_step_in_which_the_scale_grows(way: str) -> None:
     settings = [*COMMON, "--max_steps", 6, "--optimizer", "sgd", "--eval_every", 6, "--global_batch_size", 12,
                 "--per_device_batch_size", 3, "--learning_rate", 0.5, "--lr_scheduler_type", "constant",
                 "--max_grad_norm", 0]  # fmt: skip
-    expected = runs("single").run(
-        "fp32 of growth", "recipes.cls", [*settings, "--mixed_precision", "no"]
-    )
-    run = runs(way).run(
-        "fp16 growth", "tests.fp16_growth_jobs", [*settings, "--mixed_precision", "fp16"]
-    )
-    for name in ("loss", "grad_norm"):
-        mine, theirs = (
-            [line[name] for line in lines_of(each / "metrics.jsonl")] for each in (run, expected)
-        )
-        assert mine == pytest.approx(theirs, rel=0.02), name
+    exact_run = runs("single").run("growth", "recipes.cls", [*settings, "--mixed_precision", "no"])
+    words = ["grows", *settings, "--mixed_precision", "fp16"]
+    run = runs(way).run("fp16 growth", "tests.fp16_jobs", words)
+    for line, expected in zip(*map(metrics_of, (run, exact_run)), strict=True):
+        for name in ("loss", "grad_norm"):
+            assert line[name] == pytest.approx(expected[name], rel=0.02), name
 
 
 @pytest.mark.parametrize(("precision", "most"), [("fp16", 15), ("bf16", 0)])
 def test_a_gradient_that_stays_infinite_ends_the_run(precision: str, most: int) -> None:
     """After 16 skipped steps the scale is 1, so the scale is not the cause."""
-    steps: Any = SimpleNamespace(_skipped=0, accelerator=SimpleNamespace(mixed_precision=precision))
+    accelerator = SimpleNamespace(mixed_precision=precision)
+    steps: Any = SimpleNamespace(_skipped=0, accelerator=accelerator)
     step = SimpleNamespace(number=1, rows_without_finite_loss=list)
     metrics = SimpleNamespace(loss=0.7, grad_norm=math.inf, learning_rate=1e-3)
     check = partial(Steps._refuse_non_finite, steps, step, metrics)

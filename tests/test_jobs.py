@@ -1,4 +1,4 @@
-"""Complete jobs: every kind of label, the best model, prediction of files."""
+"""Complete jobs: every kind of label, prediction of files, the demo."""
 
 import json
 from pathlib import Path
@@ -8,27 +8,29 @@ import pandas as pd
 import pytest
 
 from tests import inputs
-from tests.matrix import LABELLED, runs
+from tests.matrix import runs
 from tests.runs import lines_of, start
 
+F1 = {"accuracy", "f1_macro", "f1_weighted", "per_class"}
 EXPECTED = {
-    "six classes": {"accuracy", "f1_macro", "f1_weighted", "per_class", "confusion_matrix"},
-    "multi-label": {"accuracy", "f1_macro", "f1_micro", "f1_weighted", "per_class"},
+    "six classes": {*F1, "confusion_matrix"},
+    "multi-label": {*F1, "f1_micro"},
     "regression": {"mse", "mae", "pearson"},
     "several numbers": {"mse", "mae", "pearson", "per_output"},
-}  # fmt: skip
+}
+FILES = ("config.json", "metrics.jsonl", "report.html", "model/config.json", "model/README.md")
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("kind", EXPECTED)
 def test_every_kind_of_label(kind: str) -> None:
-    run, test_rows = runs("ddp x2")[kind], inputs.labelled(kind, "test")
+    run = runs("ddp x2")[kind]
     last = lines_of(run / "eval.jsonl")[-1]
     assert set(last) == {"step", "split", "num_samples", "loss"} | EXPECTED[kind]
     assert (last["split"], last["num_samples"]) == ("test", 23)
     lines = lines_of(run / "predictions.jsonl")
     assert [line["id"] for line in lines] == list(range(23))
-    rows = lines_of(test_rows)
+    rows = lines_of(inputs.labelled(kind, "test"))
     truth = [row.get("label", [row.get("length"), row.get("good")]) for row in rows]
     expected = truth if kind in ("six classes", "multi-label") else pytest.approx(np.array(truth))
     assert [line["label"] for line in lines] == expected
@@ -36,70 +38,38 @@ def test_every_kind_of_label(kind: str) -> None:
     if kind == "six classes":
         assert labels == [f"class {number}" for number in (0, 2, 4, 6, 8, 10)]
     if kind == "several numbers":
-        assert labels == ["length", "good"]
-        assert list(last["per_output"]) == labels
-        guesses, errors = np.array([line["prediction"] for line in lines]), {}
-        for place, name in enumerate(labels):
-            errors[name] = float(np.mean((guesses[:, place] - np.array(truth)[:, place]) ** 2))
-            assert last["per_output"][name]["mse"] == pytest.approx(errors[name], rel=1e-4)
-        assert [last["loss"], last["mse"]] == pytest.approx(
-            [np.mean([*errors.values()])] * 2, rel=1e-4
+        assert labels == list(last["per_output"]) == ["length", "good"]
+        answers = np.array([line["prediction"] for line in lines])
+        errors = ((answers - np.array(truth)) ** 2).mean(axis=0)
+        assert [each["mse"] for each in last["per_output"].values()] == pytest.approx(
+            errors, rel=1e-4
         )
-    for name in (
-        "config.json",
-        "metrics.jsonl",
-        "report.html",
-        "model/config.json",
-        "model/README.md",
-    ):
+        assert [last["loss"], last["mse"]] == pytest.approx([errors.mean()] * 2, rel=1e-4)
+    for name in FILES:
         assert (run / name).stat().st_size > 0
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("way", ["single", "zero3 x2", "fsdp2 x2"])
-def test_the_best_model_is_loaded_and_evaluated(way: str) -> None:
-    settings = [
-        *"--metric_for_best_model f1_macro --early_stopping_patience 3 --eval_every 1".split()
-    ]
-    settings += ["--learning_rate", "0.05", "--dropout", "0", "--max_steps", "40"]
-    words = [*LABELLED, "--train_file", inputs.labelled("six classes", "train"), *settings]
-    run = runs(way).run("best model", "recipes.cls", words)
-    *during, last = lines_of(run / "eval.jsonl")
-    best = max(during, key=lambda line: line["f1_macro"])
-    assert len(during) < 40
-    assert during[-1]["step"] == best["step"] + 3
-    assert last["step"] == best["step"]
-    assert last["loss"] == pytest.approx(best["loss"], rel=1e-5)
-    assert last["loss"] != pytest.approx(during[-1]["loss"], rel=1e-3)
-    assert last["confusion_matrix"] == best["confusion_matrix"]
-
-
-@pytest.mark.multiprocess
 def test_predict_answers_for_texts_and_lines_of_a_file(tmp_path: Path, toolkit_cache: Path) -> None:
-    trained, model = (runs("ddp x2")[kind] / "model" for kind in ("six classes", "several numbers"))
+    model, numbers = (runs("ddp x2")[kind] / "model" for kind in ("six classes", "several numbers"))
+    file, answers = tmp_path / "new.txt", tmp_path / "new.predictions.csv"
     texts = ["good film", "", "very dull room"]
-    (tmp_path / "new.txt").write_text("\n".join(texts) + "\n")
-    start(["toolkit", "predict", trained, tmp_path / "new.txt"]).succeeded()
-    table = pd.read_csv(tmp_path / "new.predictions.csv", keep_default_na=False)
+    file.write_text("\n".join(texts) + "\n")
+    start(["toolkit", "predict", model, file]).succeeded()
+    table = pd.read_csv(answers, keep_default_na=False)
     assert table["text"].to_list() == texts
-    typed = [word for text in texts for word in ("--text", text)]
     cached = sorted(toolkit_cache.glob("tokens/*"))
-    finished = start(["toolkit", "predict", trained, *typed]).succeeded()
+    typed = [word for text in texts for word in ("--text", text)]
+    finished = start(["toolkit", "predict", model, *typed]).succeeded()
     for row, answer in enumerate(map(json.loads, finished.out.splitlines())):
         assert (answer["text"], answer["prediction"]) == (texts[row], table["prediction"][row])
         chances = table.filter(like="probability_").loc[row].to_list()
         assert answer["probabilities"] == pytest.approx(chances, abs=2e-6)
     assert sorted(toolkit_cache.glob("tokens/*")) == cached  # what was typed is not cached
-    (answer,) = start(["toolkit", "predict", model, "--text", texts[0]]).out.splitlines()
-    assert len(json.loads(answer)["prediction"]) == 2
-    start(["toolkit", "predict", model, tmp_path / "new.txt", "--overwrite"])
-    assert list(pd.read_csv(tmp_path / "new.predictions.csv"))[1:] == [
-        "prediction_length",
-        "prediction_good",
-    ]
-    both = start(["toolkit", "predict", trained, tmp_path / "new.txt", "--text", "a"])
-    assert both.code == 1
-    assert "needs a FILE or --text, one of them" in both.error_lines[0]
+    start(["toolkit", "predict", numbers, file, "--overwrite"]).succeeded()
+    assert list(pd.read_csv(answers))[1:] == ["prediction_length", "prediction_good"]
+    both = start(["toolkit", "predict", model, file, "--text", "a"])
+    both.says_in_one_line("needs a FILE or --text, one of them")
 
 
 @pytest.mark.multiprocess

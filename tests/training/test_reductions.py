@@ -46,7 +46,8 @@ def losses_and_bytes(
     for kind, more in kinds.items():
         words = [*COMMON, *settings, *more]
         name = f"bytes of {' '.join(map(str, settings + more))}"
-        run = runs(way).run(name, "tests.ranks_worker", words)
+        run = runs(way).run(name, "tests.training.test_waits", words)
         losses[kind] = losses_of(run)
-        reduced[kind] = lines_of(run / "sent.jsonl")[0][REDUCTIONS[way]]
+        second = [note for part in lines_of(run / "notes.jsonl")[1].values() for note in part]
+        reduced[kind] = sum(sent for operator, sent in second if REDUCTIONS[way] in operator)
     return losses, reduced

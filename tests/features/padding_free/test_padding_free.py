@@ -218,6 +218,6 @@ def test_other_heads_and_attentions_are_refused(load: Models, accelerator: Any) 
 
 def test_the_saved_model_is_an_ordinary_one(tmp_path: Path) -> None:
     """`toolkit predict` reads the columns that the run learned from."""
-    run = runs("single")["padding-free"]
+    run = runs("single")["padding-free pairs"]
     assert "padding_free" not in (run / "model" / "config.json").read_text(encoding="utf-8")
     assert_predicts(run, inputs.uneven_reviews(), tmp_path / "out.jsonl")
