@@ -3,8 +3,8 @@
 import os
 import socket
 import sys
-from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +16,6 @@ from toolkit.features.doctor import machine
 from toolkit.features.doctor.machine import Finding
 
 GB = 10**9
-Usage = namedtuple("Usage", "total used free percent")
 
 
 def doctor(*words: str | Path, **options: object) -> Finished:
@@ -44,13 +43,15 @@ def test_a_torch_that_cannot_be_imported(tmp_path: Path) -> None:
     assert torch_line.remedy.startswith("pip install")
 
 
-@pytest.mark.parametrize(("script", "name", "text"), [
-    ("echo 550.54.15; echo 550.54.15", "torch", "sees no GPU of 2"),
-    ("echo 'Driver/library version mismatch'; exit 18", "driver", "version mismatch"),
-])  # fmt: skip
-def test_the_driver(
-    script: str, name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+DRIVERS = {
+    "sees no GPU of 2": ("echo 550.54.15; echo 550.54.15", "torch"),
+    "version mismatch": ("echo 'Driver/library version mismatch'; exit 18", "driver"),
+}
+
+
+@pytest.mark.parametrize("text", DRIVERS)
+def test_the_driver(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, name = DRIVERS[text]
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
@@ -79,12 +80,13 @@ def test_disk_and_shared_memory(
     free: int, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "it's").mkdir()
-    monkeypatch.setattr(machine.psutil, "disk_usage", lambda path: Usage(free, 0, free, 0))
-    (disk,) = machine.check_disk(tmp_path / "it's" / "runs" / "today")
+    usage = SimpleNamespace(total=free, free=free)
+    monkeypatch.setattr(machine.psutil, "disk_usage", lambda path: usage)
+    disk = machine.check_disk(tmp_path / "it's" / "runs" / "today")
     assert (disk.level, f"{tmp_path}/it's " in disk.text) == (level, True)
     (shared,) = machine.check_shared_memory()
     assert shared.level == ("warn" if free < GB else "ok")
     monkeypatch.setattr(machine.os, "access", lambda *_: False)
-    (unwritable,) = machine.check_disk(tmp_path / "it's")
+    unwritable = machine.check_disk(tmp_path / "it's")
     assert unwritable.level == "FAIL"
     assert """it'"'"'s'`""" in unwritable.remedy

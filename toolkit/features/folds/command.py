@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.config import TextSettings
 from toolkit.data.labels import USUAL
 from toolkit.data.read import read_file
+from toolkit.data.reading import reading_settings
 from toolkit.data.table import Table
 from toolkit.errors import UserError
 from toolkit.evaluation.saved_model import training_run
@@ -28,19 +28,19 @@ def run(options: argparse.Namespace, words: list[str]) -> None:
     """`words`: the recipe's arguments. Raises UserError."""
     require_extra("toolkit folds", "folds", "cleanlab")
     folder = Path(options.output_dir or f"runs/folds-{Path(options.recipe).stem}")
-    values = {name: value for name, value in vars(options).items() if value is not None}
-    passed = [f"--{name}={values[name]}" for name in _PASSED if name in values]
+    given = {name: getattr(options, name) for name in _PASSED if getattr(options, name)}
+    passed = [f"--{name}={value}" for name, value in given.items()]
     runs = RecipeRuns(options.recipe, [*words, *passed], folder)
-    settings = runs.settings | values
-    table = _read(settings, reading_settings(options))
+    settings = {**runs.settings, **given}
+    if not settings.get("train_file"):
+        remedy = "write a data set of the hub to a file (`to_parquet` of `datasets`)"
+        raise UserError(f"toolkit folds needs --train_file FILE: {remedy}")
+    table = read_file(settings["train_file"], reading_settings(options))
+    _refuse_trained_models(settings, table)
     labels = table.find_columns(settings.get("label_column"), USUAL, "label_column")
     if not labels:
         raise table.ambiguous_column("label", "label_column", table.rows.column_names)
-    pair = settings.get("text_pair")
-    columns = table.text_column(settings.get("text_column"), [*labels, pair])
-    if pair:
-        columns += f",{pair}"
-    texts = [text for (block,) in table.text_blocks([columns], "\n") for text in block]
+    texts = _texts(settings, table, labels)
     cells = map(repr, table.rows.select_columns(list(labels)))
     seed = settings.get("data_seed") or settings.get("seed", 42)
     held_out = held_out_rows(texts, cells, options.folds, seed)
@@ -53,34 +53,23 @@ def run(options: argparse.Namespace, words: list[str]) -> None:
     print(report)
 
 
-def reading_settings(options: argparse.Namespace) -> TextSettings:
-    """How a file is read."""
-    return TextSettings(
-        encoding=options.encoding,
-        delimiter=options.delimiter,
-        quoting=options.quoting,
-        column_names=options.column_names,
-    )
-
-
-def _read(settings: dict[str, Any], reading: TextSettings) -> Table:
-    """The labelled rows. Raises UserError for settings by which not every row would be predicted
-    by a model that has not seen its label."""
-    if not settings.get("train_file"):
-        remedy = "write a data set of the hub to a file (`to_parquet` of `datasets`)"
-        raise UserError(f"toolkit folds needs --train_file FILE: {remedy}")
-    for name in ("test_file", "max_eval_samples"):
-        if settings.get(name):
-            why = "each fold is evaluated on its part of the training rows"
-            raise UserError(f"--{name} does not fit ({why}): leave it out")
-    table = read_file(settings["train_file"], reading)
+def _refuse_trained_models(settings: dict[str, Any], table: Table) -> None:
+    """Raises UserError for a model that has seen the labels of the rows that it would predict."""
     for name in ("model_name_or_path", "teacher"):
         data = training_run(str(settings.get(name)))["data"]
         if data.get("labels") and data.get("file_digests", {}).get("train") == table.digest:
             why = "was trained on the labels of these rows, which it would predict again"
             remedy = "take the model that it was fine-tuned from"
             raise UserError(f"--{name} {settings[name]} {why}: {remedy}")
-    return table
+
+
+def _texts(settings: dict[str, Any], table: Table, labels: tuple[str, ...]) -> list[str]:
+    """The text of each row; of a pair both."""
+    pair = settings.get("text_pair")
+    columns = table.text_column(settings.get("text_column"), [*labels, pair])
+    if pair:
+        columns += f",{pair}"
+    return [text for (block,) in table.text_blocks([columns], "\n") for text in block]
 
 
 def _run_fold(runs: RecipeRuns, fold: int, table: Table, rows: np.ndarray) -> None:
