@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,15 +77,10 @@ class RecipeRuns:
         """Sets the status of a run, which is not started again unless it is `running`."""
         self._write_record(name, self._record(name)["command"], status)
 
-    def run(
-        self,
-        name: str,
-        settings: Mapping[str, Any],
-        while_running: Callable[[], object] = lambda: None,
-    ) -> bool:
+    def run(self, name: str, settings: Mapping[str, Any]) -> bool:
         """Runs the recipe in the folder `name`; continues a run that was stopped, and moves that of
-        another command aside. Returns False if this command has ended there already. A stop signal,
-        or an error of `while_running`, stops it with a checkpoint. Raises UserError if it fails."""
+        another command aside. Returns False if this command has ended there already. A stop signal
+        stops it with a checkpoint. Raises UserError if it fails."""
         folder = self.folder / name
         command = self._identity(settings)
         record = self._record(name)
@@ -99,7 +94,7 @@ class RecipeRuns:
         words = self.command({**settings, "output_dir": folder})
         if folder.exists() and not any(folder.glob("checkpoints/step-*/state.json")):
             words.append("--overwrite_output_dir=true")
-        error = run_child(words, self.folder / f"{name}.log", while_running=while_running)
+        error = run_child(words, self.folder / f"{name}.log")
         if error:
             raise UserError(f"{name} failed: {error}")
         self.set_status(name, "finished")
