@@ -77,9 +77,9 @@ class RecipeRuns:
         """Sets the status of a run, which is not started again unless it is `running`."""
         self._write_record(name, self._record(name)["command"], status)
 
-    def run(self, name: str, settings: Mapping[str, Any]) -> bool:
-        """Runs the recipe in the folder `name`; continues a run that was stopped, and moves that of
-        another command aside. Returns False if this command has ended there already. A stop signal
+    def run(self, name: str, settings: Mapping[str, Any]) -> None:
+        """Runs the recipe in the folder `name`, unless this command has ended there already;
+        continues a run that was stopped, and moves that of another command aside. A stop signal
         stops it with a checkpoint. Raises UserError if it fails."""
         folder = self.folder / name
         command = self._identity(settings)
@@ -87,7 +87,7 @@ class RecipeRuns:
         if folder.exists() and record["command"] not in ("", command):
             folder.rename(folder.with_name(f"{name}.old-{time.strftime('%Y%m%d-%H%M%S')}"))
         elif folder.exists() and record["status"] not in ("", "running"):
-            return False
+            return
         self._write_record(name, command, "running")
         print(f"{name}:", *_options(settings), flush=True)
         _wait_for_last_checkpoint(folder)
@@ -98,7 +98,6 @@ class RecipeRuns:
         if error:
             raise UserError(f"{name} failed: {error}")
         self.set_status(name, "finished")
-        return True
 
     def _identity(self, settings: Mapping[str, Any]) -> str:
         """The command, with the content of the files that it names: another makes another run."""

@@ -1,4 +1,5 @@
-"""`toolkit compare`: its statistics equal those of scipy and scikit-learn; incomparable runs are left out."""
+"""`toolkit compare`: its statistics equal those of scipy and scikit-learn; incomparable runs are
+refused by name."""
 
 import json
 from pathlib import Path
@@ -14,43 +15,34 @@ from tests.report.made import SETTINGS, make_run
 from tests.report.test_html import Page
 from tests.runs import edit_json
 from toolkit.cli import build_parser
-from toolkit.data.labels import Labels
+from toolkit.data.labels import MULTI, SINGLE, Labels
 from toolkit.features.compare.command import run as run_command
 from toolkit.report import statistics
 from toolkit.report.comparison import as_text, compare, table
 
 NAMES = ("neg", "pos", "没有")
-LABELS = Labels("single_label_classification", NAMES, ("label",))
+LABELS = Labels(SINGLE, NAMES, ("label",))
 
 
-def predictions(wrong: float, seed: int = 0, count: int = 400) -> list[dict[str, Any]]:
+def predictions(wrong: float, seed: int = 0, first: int = 0) -> list[dict[str, Any]]:
     """The truth is the same for every seed; a share `wrong` of the guesses is wrong."""
-    truth = np.random.default_rng(99).integers(0, 3, count)
+    truth = np.random.default_rng(99).integers(0, 3, 400)
     generator = np.random.default_rng(seed)
-    guess = np.where(
-        generator.random(count) < wrong, (truth + generator.integers(1, 3, count)) % 3, truth
-    )
-    return [{"id": row, "label": NAMES[true], "prediction": NAMES[guess]}
-            for row, (true, guess) in enumerate(zip(truth, guess, strict=True))]  # fmt: skip
+    other = (truth + generator.integers(1, 3, 400)) % 3
+    guess = np.where(generator.random(400) < wrong, other, truth)
+    lines = []
+    for row, (true, guessed) in enumerate(zip(truth, guess, strict=True), first):
+        lines.append({"id": row, "label": NAMES[true], "prediction": NAMES[guessed]})
+    return lines
 
 
-def made(
-    folder: Path, lines: list[dict[str, Any]], world: dict[str, Any] | None = None, **settings: Any
-) -> Path:
+def made(folder: Path, lines: list[dict[str, Any]], **settings: Any) -> Path:
     truth, guess = ([line[key] for line in lines] for key in ("label", "prediction"))
-    numbers = {"loss": 0.5, "accuracy": sk.accuracy_score(truth, guess),
-               "f1_macro": sk.f1_score(truth, guess, labels=list(NAMES), average="macro")}  # fmt: skip
-    make_run(
-        folder,
-        LABELS,
-        lines,
-        numbers,
-        {**SETTINGS, "seed": 1, "output_dir": str(folder), **settings},
-        metric_for_best_model=settings.get("metric_for_best_model"),
-    )
-    if world:
-        edit_json(folder / "config.json", world=world)
-    (folder / "report.html").touch()
+    numbers = {"loss": 0.5, "accuracy": sk.accuracy_score(truth, guess)}
+    numbers["f1_macro"] = sk.f1_score(truth, guess, average="macro")
+    metric = settings.get("metric_for_best_model")
+    settings = {**SETTINGS, "seed": 1, "output_dir": str(folder), **settings}
+    make_run(folder, LABELS, lines, numbers, settings, metric_for_best_model=metric)
     return folder
 
 
@@ -74,125 +66,94 @@ def test_intervals_and_tests(tmp_path: Path) -> None:
 
 
 def test_seeds_of_one_job_have_a_mean_and_a_spread(tmp_path: Path) -> None:
-    folders = [
-        made(tmp_path / f"s{seed}", predictions(0.1, seed), seed=seed, data_seed=1)
-        for seed in (1, 2, 3)
-    ]
-    folders.append(
-        made(tmp_path / "other", predictions(0.1, 4), seed=1, data_seed=1, learning_rate=1.0)
-    )
-    comparison, _ = compare(folders)
+    folders = []
+    for seed in (1, 2, 3):
+        lines = predictions(0.1, seed)
+        folders.append(made(tmp_path / f"s{seed}", lines, seed=seed, data_seed=1))
+    other = made(tmp_path / "other", predictions(0.1, 4), data_seed=1, learning_rate=1.0)
+    comparison, _ = compare([*folders, other])
     (group,) = comparison["seeds"]
-    values = [
-        run["metrics"]["accuracy"]["value"] for run in comparison["runs"] if run["name"] != "other"
-    ]
     assert sorted(group["runs"]) == ["s1", "s2", "s3"]
+    runs = [run for run in comparison["runs"] if run["name"] != "other"]
+    values = [run["metrics"]["accuracy"]["value"] for run in runs]
     assert group["metrics"]["accuracy"]["mean"] == pytest.approx(np.mean(values))
     assert group["metrics"]["accuracy"]["std"] == pytest.approx(np.std(values, ddof=1))
     assert len(table(comparison)) == 5
 
 
-def test_differently_defined_losses_are_not_compared(tmp_path: Path) -> None:
-    by_loss = [made(tmp_path / name, predictions(0.1), metric_for_best_model="loss", label_smoothing_factor=value)
-               for name, value in (("a", 0.0), ("b", 0.0), ("c", 0.1))]  # fmt: skip
-    assert compare(by_loss[:2])[0]["metric"] == "loss"
-    refusal(compare, by_loss, says=["label_smoothing_factor"])
-
-
 def test_incomparable_runs_are_refused_by_name(tmp_path: Path) -> None:
     first = made(tmp_path / "first", predictions(0.1))
-    others = made(tmp_path / "rows", [{**line, "id": line["id"] + 1} for line in predictions(0.1)])
-    killed, young, file, same = (
-        made(tmp_path / name, predictions(0.1)) for name in ("killed", "young", "file", "same")
-    )
+    names = ("same", "file", "killed")
+    same, file, killed = (made(tmp_path / name, predictions(0.1)) for name in names)
+    others = made(tmp_path / "others", predictions(0.1, first=1))
     data = json.loads((first / "config.json").read_text(encoding="utf-8"))["data"]
-    for run, digest in ((first, "1-utf-8"), (same, "1-utf-8-quoting none"), (file, "2")):
+    # the second is read in another way
+    digests = {first: "1-utf-8", same: "1-utf-8-quoting none", others: "1-utf-8", file: "2"}
+    for run, digest in digests.items():
         facts = {"file_digests": {"train": digest}, "metric_for_best_model": "accuracy"}
         edit_json(run / "config.json", data=data | facts)
-    edit_json(others / "config.json", data=data | {"file_digests": {"train": "1-utf-8"}})
     (killed / "predictions.jsonl").write_text("")
-    (young / "predictions.jsonl").unlink()
-    numbers = tmp_path / "numbers"
-    make_run(numbers, Labels("regression", ("score",), ("score",)), [{"id": 0, "label": 1.0, "prediction": 2.0}],
-             {"loss": 0.1, "mae": 1.0, "mse": 1.0})  # fmt: skip
     assert compare([first, same])[0]["metric"] == "accuracy"
-    reasons = {
-        others: "--data_seed",
-        numbers: "other rows or labels than",
-        killed: "resume",
-        young: "resume",
-        file: "the same file",
-    }
-    for run, reason in reasons.items():
+    for run, reason in ((others, "--data_seed"), (killed, "resume"), (file, "the same file")):
         refusal(compare, [first, run], says=[reason, run.name])
     metrics = json.loads((same / "eval.jsonl").read_text().splitlines()[-1])
     del metrics["accuracy"]
     (same / "eval.jsonl").write_text(json.dumps(metrics))
     refusal(compare, [first, same], says=["no accuracy", "same"])
+    by_loss = []
+    for name, smoothing in (("a", 0.0), ("b", 0.0), ("c", 0.1)):
+        more = {"metric_for_best_model": "loss", "label_smoothing_factor": smoothing}
+        by_loss.append(made(tmp_path / name, predictions(0.1), **more))
+    assert compare(by_loss[:2])[0]["metric"] == "loss"
+    refusal(compare, by_loss, says=["label_smoothing_factor"])
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, other = made(tmp_path / "a", predictions(0.1)), made(tmp_path / "好", predictions(0.2))
-    run_command(build_parser().parse_args(["compare", str(folder), "--json"]))
+    runs = [str(made(tmp_path / name, predictions(0.1))) for name in ("a", "好")]
+    run_command(build_parser().parse_args(["compare", runs[0], "--json"]))
     assert json.loads(capsys.readouterr().out)["runs"][0]["metrics"]["accuracy"]["value"] > 0.8
-    file = tmp_path / "c.html"
-    run_command(
-        build_parser().parse_args(["compare", str(folder), str(other), "--output", str(file)])
-    )
-    page = Page(file)
+    file = str(tmp_path / "c.html")
+    run_command(build_parser().parse_args(["compare", *runs, "--output", file]))
+    page = Page(Path(file))
     assert page.loads() == []
     assert [row[0] for row in page.rows["table"]] == ["run", "a", "好"]
     assert [tag for tag, _ in page.tags].count("svg") == 1
 
 
-def values_of(scores: statistics.Scores) -> dict[str, float]:
+def values_of(lines: list[dict[str, Any]], problem_type: str) -> dict[str, float]:
+    scores = statistics.scores_of(lines, problem_type, NAMES)
     return {name: numbers["value"] for name, numbers in statistics.intervals(scores).items()}
 
 
 def test_scores_of_each_kind_of_prediction() -> None:
-    several = [
+    lines: list[dict[str, Any]] = [
         {"label": ["neg"], "prediction": ["neg", "pos"]},
         {"label": [], "prediction": []},
-    ] * 50
-    truth = np.array([[1, 0, 0], [0, 0, 0]] * 50)
-    guess = np.array([[1, 1, 0], [0, 0, 0]] * 50)
-    values = values_of(statistics.scores_of(several, "multi_label_classification", NAMES))
-    f1 = {
-        f"f1_{kind}": sk.f1_score(truth, guess, average=kind, zero_division=0)
-        for kind in ("macro", "micro")
-    }
-    assert values == pytest.approx(f1 | {"accuracy": sk.accuracy_score(truth, guess)})
-    unanswered = [{"label": "neg", "prediction": None}, {"label": "neg", "prediction": "neg"}]
-    values = values_of(statistics.scores_of(unanswered, LABELS.problem_type, NAMES))
-    assert values == pytest.approx({"accuracy": 0.5, "f1_macro": 2 / 3 / 3})
-    numbers = statistics.scores_of(
-        [{"label": [1.0, 2.0], "prediction": [2.0, 4.0]}], "regression", ("a", "b")
-    )
-    assert statistics.intervals(numbers) == {  # of a single row
-        "mae": {"value": 1.5, "low": 1.5, "high": 1.5}, "mse": {"value": 2.5, "low": 2.5, "high": 2.5}
-    }  # fmt: skip
-    texts = [
-        {"scores": {"x": right}, "weight": count}
-        for right, count in ((0.25, 8), (0.0, 0), (1.0, 2))
     ]
-    values = values_of(statistics.scores_of(texts, "masked_language_modeling", ()))
-    assert values == pytest.approx({"x": 0.4})  # 4 of 10 tokens
-    titles = statistics.scores_of(
-        [{"scores": {"rougeL": 0.25}}, {"scores": {"rougeL": 0.75}}], "title_generation", ()
-    )
-    assert statistics.intervals(titles) == {"rougeL": {"value": 0.5, "low": 0.25, "high": 0.75}}
+    truth, guess = np.array([[1, 0, 0], [0, 0, 0]] * 50), np.array([[1, 1, 0], [0, 0, 0]] * 50)
+    expected = {"accuracy": 0.5}
+    for kind in ("macro", "micro"):
+        expected[f"f1_{kind}"] = sk.f1_score(truth, guess, average=kind, zero_division=0)
+    assert values_of(lines * 50, MULTI) == pytest.approx(expected)
+    unanswered = [{"label": "neg", "prediction": None}, {"label": "neg", "prediction": "neg"}]
+    assert values_of(unanswered, SINGLE) == pytest.approx({"accuracy": 0.5, "f1_macro": 2 / 9})
+    numbers = [{"label": [1.0, 2.0], "prediction": [2.0, 4.0]}]
+    assert values_of(numbers, "regression") == {"mae": 1.5, "mse": 2.5}
+    texts = [{"scores": {"x": right}, "weight": count} for right, count in ((0.25, 8), (1.0, 2))]
+    # 4 of 10 tokens
+    assert values_of(texts, "masked_language_modeling") == pytest.approx({"x": 0.4})
 
 
 def test_the_permutation_test_agrees_with_mcnemars() -> None:
-    lines = [predictions(wrong, seed) for seed, wrong in ((1, 0.2), (2, 0.24))]
-    right = np.array([[line["label"] == line["prediction"] for line in each] for each in lines])
+    scores, right = [], []
+    for seed, wrong in ((1, 0.2), (2, 0.24)):
+        lines = predictions(wrong, seed)
+        scores.append(statistics.scores_of(lines, SINGLE, NAMES))
+        right.append(np.array([line["label"] == line["prediction"] for line in lines]))
     only = [int((right[0] & ~right[1]).sum()), int((right[1] & ~right[0]).sum())]
     expected = binomtest(only[0], sum(only)).pvalue
-    p = statistics.p_values(
-        *(statistics.scores_of(each, LABELS.problem_type, NAMES) for each in lines)
-    )
     assert 0.02 < expected < 0.9
-    assert p["accuracy"] == pytest.approx(expected, abs=0.04)
+    assert statistics.p_values(*scores)["accuracy"] == pytest.approx(expected, abs=0.04)
     zeros, single, triple = (
         statistics.scores_of([{"scores": {"x": value}} for value in values], "title_generation", ())
         for values in ([0.0] * 3, [1.0, 0.0, 0.0], [1.0, 2.0, 3.0])

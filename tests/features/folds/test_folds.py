@@ -17,8 +17,8 @@ from toolkit.config import TextSettings
 from toolkit.data.labels import MULTI, SINGLE, Labels
 from toolkit.data.read import read_file
 from toolkit.features.folds import command, correct
+from toolkit.features.folds.command import held_out_rows, write_part
 from toolkit.features.folds.page import predictions, write_page
-from toolkit.features.folds.split import held_out_rows, write_part
 from toolkit.features.folds.suspects import cells_by_label, find_suspects
 
 NAMES = ("a", "b")

@@ -4,6 +4,7 @@ wrong."""
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ import numpy as np
 from toolkit.data.labels import USUAL
 from toolkit.data.read import read_file
 from toolkit.data.reading import reading_settings
-from toolkit.data.table import Table
+from toolkit.data.table import BATCH_ROWS, Table
+from toolkit.data.write import write_rows
 from toolkit.errors import UserError
 from toolkit.evaluation.saved_model import training_run
 from toolkit.features.folds.page import predictions, write_page
-from toolkit.features.folds.split import held_out_rows, write_part
 from toolkit.report.recipe_runs import RecipeRuns
 from toolkit.utils.extras import require_extra
+from toolkit.utils.files import replace_file
 
 _PASSED = ("train_file", "text_column", "text_pair", "label_column")
 """The options of this command that the recipe gets, too."""
@@ -79,3 +81,28 @@ def _run_fold(runs: RecipeRuns, fold: int, table: Table, rows: np.ndarray) -> No
     write_part(train_file, table, ~is_held_out)
     write_part(validation_file, table, is_held_out)
     runs.run(f"fold-{fold}", {"train_file": train_file, "validation_file": validation_file})
+
+
+def held_out_rows(
+    texts: Sequence[str], labels: Iterable[str], folds: int, seed: int
+) -> list[np.ndarray]:
+    """The ascending rows of each fold: rows of the same text are in one, and classes are spread
+    evenly. Raises ValueError for fewer texts than folds."""
+    import pandas as pd
+    from sklearn.model_selection import StratifiedGroupKFold
+
+    groups = pd.factorize(np.array(texts, object))[0]
+    classes = pd.factorize(np.array(list(labels), object))[0]
+    if np.bincount(classes).max() < folds:  # numbers, which are all different
+        classes = np.zeros_like(classes)
+    splitter = StratifiedGroupKFold(folds, shuffle=True, random_state=seed)
+    return [held_out for _, held_out in splitter.split(groups, classes, groups)]
+
+
+def write_part(path: Path, table: Table, is_in_part: np.ndarray) -> None:
+    """Writes some rows as Parquet. `is_in_part`: (rows,) bool."""
+    rows = table.rows.with_format("arrow")
+    slices = [slice(start, start + BATCH_ROWS) for start in range(0, len(table), BATCH_ROWS)]
+    tables = (rows[part].filter(is_in_part[part]) for part in slices)
+    with replace_file(path) as draft:
+        write_rows(draft, path, tables)

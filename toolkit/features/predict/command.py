@@ -18,14 +18,14 @@ import numpy as np
 from accelerate.utils import broadcast_object_list
 
 from toolkit import api
+from toolkit.data.labels import REGRESSION
 from toolkit.data.read import format_of
 from toolkit.data.table import Table
 from toolkit.data.text_files import DELIMITERS, has_utf8_mark
 from toolkit.data.tokens import Split
 from toolkit.data.write import output_format, write_rows
 from toolkit.errors import UserError, listing
-from toolkit.evaluation.answers import DECISIONS
-from toolkit.features.predict.columns import column_names, columns_of
+from toolkit.evaluation.answers import DECISIONS, Answers, ClassAnswers
 from toolkit.features.predict.job import Job, empty_rows, sibling
 from toolkit.features.predict.parts import Parts
 from toolkit.utils.files import replace_file
@@ -177,6 +177,35 @@ def in_background(items: Iterator[_Item]) -> Iterator[_Item]:
         while (item := following.result()) is not None:
             following = thread.submit(next, items, None)
             yield item
+
+
+# --- the columns of predictions
+
+
+def column_names(answers: Answers, with_probabilities: bool) -> list[str]:
+    """`prediction`, and `probability_A` for each class A; of several numbers `prediction_A` for
+    each."""
+    names = ["prediction"]
+    if not isinstance(answers, ClassAnswers):
+        return names
+    labels = answers.labels
+    if labels.problem_type == REGRESSION:
+        if labels.size > 1:
+            return [f"prediction_{name}" for name in labels.names]
+    elif with_probabilities:
+        names += [f"probability_{name}" for name in labels.names]
+    return names
+
+
+def columns_of(answers: Answers, outputs: Any, names: list[str]) -> dict[str, list[Any]]:
+    """The columns with these names, for titles or (N, C) logits."""
+    rows = []
+    for line in answers.answers(outputs):
+        cells = line["prediction"]
+        if names[0] == "prediction":  # otherwise it is a list of numbers
+            cells = [cells, *line.get("probabilities", ())]
+        rows.append(cells)
+    return {name: [cells[place] for cells in rows] for place, name in enumerate(names)}
 
 
 # --- joining
