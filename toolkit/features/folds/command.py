@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from toolkit.data.labels import USUAL
+from toolkit.data.options import reading_settings
 from toolkit.data.read import read_file
-from toolkit.data.reading import reading_settings
 from toolkit.data.table import BATCH_ROWS, Table
 from toolkit.data.write import write_rows
 from toolkit.errors import UserError

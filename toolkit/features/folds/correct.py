@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from toolkit.data.options import reading_settings
 from toolkit.data.read import format_of, parse_json, read_file
-from toolkit.data.reading import reading_settings
 from toolkit.data.table import Table
 from toolkit.data.write import output_format, write_rows
 from toolkit.errors import UserError

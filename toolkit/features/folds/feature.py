@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from toolkit.data.reading import add_reading_options
+from toolkit.data.options import add_reading_options
 from toolkit.utils.features import Command, Feature
 
 

@@ -115,13 +115,14 @@ def windows_of(table: Table) -> Iterator[tuple[str, int, Any]]:
     are tokenized, computed and written at a time. Their limits depend on the file alone."""
     import pyarrow
 
+    last = len(table.rows)
     start = 0
     rows = []
     for batch in map(pyarrow.table, table.batches()):
         rows.append(batch)
         end = start + sum(map(len, rows))
         size = sum(batch.nbytes for batch in rows)
-        if end - start >= WINDOW_ROWS or size >= WINDOW_BYTES or end == len(table):
+        if end - start >= WINDOW_ROWS or size >= WINDOW_BYTES or end == last:
             yield f"part-{start:010d}-{end:010d}.parquet", start, pyarrow.concat_tables(rows)
             start = end
             rows = []

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.reading import add_reading_options
+from toolkit.data.options import add_reading_options
 from toolkit.utils.features import Command, Feature
 
 _EPILOG = (

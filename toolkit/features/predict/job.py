@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import __version__, launch
+from toolkit.data.options import reading_settings
 from toolkit.data.read import format_of, read_file
-from toolkit.data.reading import reading_settings
 from toolkit.errors import listing
 from toolkit.evaluation.saved_model import SavedModel, choose_columns, training_quoting
 from toolkit.pretrained import model_digest

@@ -91,6 +91,8 @@ class Trial:
         cells = []
         for name, each in self.differences.items():
             cells.append(f"{name} {each:.1e} ({self.allowed[name]:.1e})")
+        if self.result == SAME and not cells:
+            cells = ["the reference"]
         precision = self.precision.replace("no", "fp32")
         row = f"{self.name:28} {precision:9}  {self.result:12}  {', '.join(cells)}"
         if self.reason:
@@ -176,8 +178,7 @@ class Verification:
     def _under_config(self, config: str, one: Trial) -> Iterator[Trial]:
         """A run in fp32, and one that resumes from its checkpoint."""
         name = Path(config).stem
-        launch = ["--config_file", config, *self.launch]
-        trial = self._trial(name, launch, checkpoint_every=self.middle)
+        trial = self._trial(name, config, checkpoint_every=self.middle)
         reason = "if the runs above agree, it depends on the number of processes or on shards"
         trial.compare(one.numbers, self.exact, reason)
         yield trial
@@ -185,7 +186,7 @@ class Verification:
             return
         checkpoints = self.folder / name / "checkpoints"
         source = checkpoints / f"step-{self.middle:08d}"
-        resumed = self._trial(f"{name}-resumed", launch, after=self.middle, resume=source)
+        resumed = self._trial(f"{name}-resumed", config, after=self.middle, resume=source)
         reason = "no checkpoint has all that it changes: accelerator.register_for_checkpointing"
         resumed.compare(numbers_of(self.folder / name, self.middle), self.exact, reason)
         yield resumed
@@ -205,8 +206,8 @@ class Verification:
         limit = max(_ROUNDING[reference.precision], _MARGIN * apart_in_loss)
         limits = {LOSS: limit, NORM: _NORM_FACTOR * limit}
         for config in self.configs:
-            launch = ["--config_file", config, *self.launch]
-            trial = self._trial(f"{Path(config).stem}-half", launch, mixed_precision=precision)
+            name = f"{Path(config).stem}-half"
+            trial = self._trial(name, config, mixed_precision=precision)
             reason = "weights, or sums of gradients, are in 16 bits under this strategy"
             trial.compare(one.numbers, limits, reason)
             yield trial
@@ -214,14 +215,17 @@ class Verification:
     def _trial(
         self,
         name: str,
-        launch: Sequence[str] = (),
+        config: str = "",
         randomness: int = 0,
         after: int = 0,
         **settings: Any,
     ) -> Trial:
-        """Runs the recipe, with these settings. Its numbers are of the steps after `after`."""
+        """Runs the recipe under a config, or in one process, with these settings. Its numbers are
+        of the steps after `after`."""
         folder = self.folder / name
-        command = [self.options.recipe, *self._words(folder, settings), *launch]
+        command = [self.options.recipe, *self._words(folder, settings)]
+        if config:
+            command += ["--config_file", config, *self.launch]
         trial = Trial(name, shlex.join([sys.executable, *command]))
         log = self.folder / f"{name}.log"
         logger.info(f"{name}: running, its output is in {log}")
