@@ -236,9 +236,9 @@ class Verification:
         elif not (folder / "metrics.jsonl").exists():
             trial.fail(f"it wrote no {folder}/metrics.jsonl: loop over `run.steps`")
         else:
-            config = json.loads((folder / "config.json").read_text("utf-8"))
-            trial.precision = config["world"]["mixed_precision"]
-            trial.strategy = config["strategy"]
+            facts = json.loads((folder / "config.json").read_text("utf-8"))
+            trial.precision = facts["world"]["mixed_precision"]
+            trial.strategy = facts["strategy"]
             trial.numbers = numbers_of(folder, after)
             shutil.rmtree(folder / "model", ignore_errors=True)  # saves disk space
         return trial
