@@ -162,6 +162,13 @@ def _load_error(name: str, attention: str | None, error: Exception) -> str:
         )
     if attention and re.search("attn|attention|kernel", str(error), re.IGNORECASE):
         return f"--attn_implementation {attention} cannot be used: {reason}"
+    weights = Path(name) / "model.safetensors"
+    if weights.is_file() and re.search(r"config\.json|recognize", str(error)):
+        return (
+            f"model {name} is of no class of transformers. If a recipe of yours defines its class, "
+            "predict in Python: build the model as the recipe does, then "
+            f"`model.load_state_dict(safetensors.torch.load_file({str(weights)!r}))` [{reason}]"
+        )
     return (
         f"model {name} cannot be loaded: give a folder with config.json, weights and tokenizer "
         "(`toolkit convert` makes one of a checkpoint or an adapter), or a hub name (needs a "

@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +79,10 @@ class RecipeRuns:
         """Sets the status of a run, which is not started again unless it is `running`."""
         self._write_record(name, self._record(name)["command"], status)
 
-    def run(
-        self,
-        name: str,
-        settings: Mapping[str, Any],
-        while_running: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Runs the recipe in the folder `name`, unless this command has ended there; continues a
-        run that was stopped, and moves that of another command aside. A stop signal, or an error of
-        `while_running`, stops it with a checkpoint. Raises UserError if it fails."""
+    def run(self, name: str, settings: Mapping[str, Any]) -> None:
+        """Runs the recipe in the folder `name`, unless this command has ended there already;
+        continues a run that was stopped, and moves that of another command aside. A stop signal
+        stops it with a checkpoint. Raises UserError if it fails."""
         folder = self.folder / name
         command = self._identity(settings)
         record = self._record(name)
@@ -102,7 +97,7 @@ class RecipeRuns:
         words = self.command({**settings, "output_dir": folder})
         if folder.exists() and not any(folder.glob("checkpoints/step-*/state.json")):
             words.append("--overwrite_output_dir=true")
-        error = run_child(words, self.folder / f"{name}.log", while_running=while_running)
+        error = run_child(words, self.folder / f"{name}.log")
         if error:
             raise UserError(f"{name} failed: {error}")
         self.set_status(name, "finished")
@@ -110,12 +105,9 @@ class RecipeRuns:
     def _identity(self, settings: Mapping[str, Any]) -> str:
         """The command, with the content of the files that it names: another makes another run."""
         words = self.command(settings)
-        identity = [shlex.join(words)]
-        for word in words[1:]:
-            path = Path(word.rpartition("=")[2])
-            if path.is_file():
-                identity.append(f"# {path.name} {digest_of_file(path)}")
-        return " ".join(identity)
+        paths = [Path(word.rpartition("=")[2]) for word in words[1:]]
+        files = [f"# {path.name} {digest_of_file(path)}" for path in paths if path.is_file()]
+        return " ".join([shlex.join(words), *files])
 
     def _record(self, name: str) -> dict[str, str]:
         path = self.folder / f"{name}.json"

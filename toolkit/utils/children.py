@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 import os
 import resource
 import signal
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 
@@ -19,7 +17,6 @@ import psutil
 
 from toolkit.errors import last_error
 
-_POLL_SECONDS = 1.0
 _DUMP_SECONDS = 10.0  # for Python to write the stacks of a process that hangs
 
 
@@ -27,13 +24,11 @@ def run_child(
     words: Sequence[str],
     log: Path,
     env: Mapping[str, str] | None = None,
-    while_running: Callable[[], object] = lambda: None,
-    seconds: float = math.inf,
+    seconds: float | None = None,
 ) -> str:
     """Runs `python WORDS`; its output is appended to `log`. Returns its error, empty if it ended
-    well; one that has not ended after `seconds` hangs. `while_running` is called about every
-    second; if it raises, the child is stopped."""
-    deadline = time.monotonic() + seconds
+    well; one that has not ended after `seconds` hangs. An exception, as of a signal handler, stops
+    the child."""
     with log.open("ab") as output:
         start = output.tell()
         child = Popen(
@@ -42,13 +37,10 @@ def run_child(
             env={**os.environ, "PYTHONFAULTHANDLER": "1", **(env or {})},
         )  # fmt: skip
         try:
-            while child.poll() is None:
-                while_running()
-                with contextlib.suppress(TimeoutExpired):
-                    child.wait(_POLL_SECONDS)
-                if time.monotonic() > deadline:
-                    _abort(child.pid)
-                    return f"hangs; the stacks of its processes are in {log}"
+            child.wait(seconds)
+        except TimeoutExpired:
+            _abort(child.pid)
+            return f"hangs; the stacks of its processes are in {log}"
         finally:
             child.terminate()
             child.wait()

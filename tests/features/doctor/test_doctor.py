@@ -1,26 +1,46 @@
-"""Promises: `toolkit doctor` names each fault of this machine, with the command that mends it."""
+"""Promises: `toolkit doctor` names each fault of this machine, with the command that mends it; on two
+hosts it says whether they find each other and sum numbers, and if not, why."""
 
+import itertools
 import os
+import re
 import socket
 import sys
-from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.conftest import REPOSITORY
-from tests.features.doctor.printed import findings_in
-from tests.runs import Finished, start
+from tests.hosts import ADDRESSES, TwoHosts
+from tests.runs import Finished, Process, start
 from toolkit.features.doctor import machine
 from toolkit.features.doctor.machine import Finding
 
 GB = 10**9
-Usage = namedtuple("Usage", "total used free percent")
+DOCTOR = [sys.executable, "-m", "toolkit", "doctor"]
+PORT = 29600
+# to import torch on a busy machine, twice
+SPARE_SECONDS = 60.0
+LINE = re.compile(r"  (ok|note|warn|FAIL) +(\S.*?)  +(\S.*)")
+
+
+def findings_in(out: str) -> dict[str, Finding]:
+    """By name, each with the remedy below it."""
+    findings = {}
+    for line, following in itertools.pairwise(out.splitlines()):
+        match = LINE.fullmatch(line)
+        if match:
+            level, name, text = match.groups()
+            _, _, remedy = following.partition("  -> ")
+            findings[name] = Finding(name, level, text, remedy)  # type: ignore[arg-type]
+    return findings
 
 
 def doctor(*words: str | Path, **options: object) -> Finished:
-    return start([sys.executable, "-m", "toolkit", "doctor", *words], seconds=90, **options)
+    return start([*DOCTOR, *words], seconds=90, **options)
 
 
 def gpus() -> dict[str, Finding]:
@@ -44,13 +64,15 @@ def test_a_torch_that_cannot_be_imported(tmp_path: Path) -> None:
     assert torch_line.remedy.startswith("pip install")
 
 
-@pytest.mark.parametrize(("script", "name", "text"), [
-    ("echo 550.54.15; echo 550.54.15", "torch", "sees no GPU of 2"),
-    ("echo 'Driver/library version mismatch'; exit 18", "driver", "version mismatch"),
-])  # fmt: skip
-def test_the_driver(
-    script: str, name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+DRIVERS = {
+    "sees no GPU of 2": ("echo 550.54.15; echo 550.54.15", "torch"),
+    "version mismatch": ("echo 'Driver/library version mismatch'; exit 18", "driver"),
+}
+
+
+@pytest.mark.parametrize("text", DRIVERS)
+def test_the_driver(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, name = DRIVERS[text]
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
@@ -79,12 +101,87 @@ def test_disk_and_shared_memory(
     free: int, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "it's").mkdir()
-    monkeypatch.setattr(machine.psutil, "disk_usage", lambda path: Usage(free, 0, free, 0))
-    (disk,) = machine.check_disk(tmp_path / "it's" / "runs" / "today")
+    usage = SimpleNamespace(total=free, free=free)
+    monkeypatch.setattr(machine.psutil, "disk_usage", lambda path: usage)
+    disk = machine.check_disk(tmp_path / "it's" / "runs" / "today")
     assert (disk.level, f"{tmp_path}/it's " in disk.text) == (level, True)
     (shared,) = machine.check_shared_memory()
     assert shared.level == ("warn" if free < GB else "ok")
     monkeypatch.setattr(machine.os, "access", lambda *_: False)
-    (unwritable,) = machine.check_disk(tmp_path / "it's")
+    unwritable = machine.check_disk(tmp_path / "it's")
     assert unwritable.level == "FAIL"
     assert """it'"'"'s'`""" in unwritable.remedy
+
+
+# --- two hosts
+
+
+def doctors(hosts: TwoHosts, timeout: float = 20.0, **of_b: Any) -> dict[str, dict[str, Finding]]:
+    """Runs one on each host; what each found, by name. `of_b` goes to `TwoHosts.start`."""
+    words = [*DOCTOR, "--main_process_ip", ADDRESSES["a"], "--timeout", str(timeout)]
+    running = {"a": hosts.start("a", words), "b": hosts.start("b", words, **of_b)}
+    return {name: findings(process, timeout) for name, process in running.items()}
+
+
+def findings(process: Process, timeout: float) -> dict[str, Finding]:
+    """The exit code is 1 after a FAIL, else 0."""
+    done = process.finish(timeout + SPARE_SECONDS)
+    found = findings_in(done.out)
+    failed = any(finding.level == "FAIL" for finding in found.values())
+    assert done.code == int(failed), done.out + done.err
+    return found
+
+
+# opens connections in silence, and sends nonsense, from an address of the run
+STRANGER = f"""
+import socket, time
+connections = []
+while True:
+    try:
+        connection = socket.create_connection(("{ADDRESSES["a"]}", {PORT}), timeout=1)
+        if len(connections) % 2:
+            connection.sendall(b"\\xff\\xff\\xff\\xffGET / HTTP/1.0")
+        connections.append(connection)
+    except OSError:
+        pass
+    time.sleep(0.2)
+"""
+
+
+@pytest.mark.namespaces
+def test_two_good_hosts_and_strangers_on_the_port(hosts: TwoHosts) -> None:
+    stranger = hosts.start("b", [sys.executable, "-c", STRANGER])
+    reports = doctors(hosts)
+    stranger.kill()
+    for found in reports.values():
+        assert found["machines"].text.startswith("hostA, hostB found each other")
+        assert "16 MB summed over 2 machines at " in found["gloo"].text
+        assert found["gloo"].level != "FAIL"
+
+
+@pytest.mark.namespaces
+def test_hosts_with_different_libraries(hosts: TwoHosts, tmp_path: Path) -> None:
+    newer = tmp_path / "extra" / "peft-99.0.dist-info"
+    newer.mkdir(parents=True)
+    (newer / "METADATA").write_text("Metadata-Version: 2.1\nName: peft\nVersion: 99.0\n")
+    reports = doctors(hosts, env={"PYTHONPATH": str(tmp_path / "extra")}, fresh=True)
+    for found in reports.values():
+        assert found["machines"].level == "FAIL"
+        assert " and 99.0 on hostB" in found["machines"].text
+
+
+@pytest.mark.namespaces
+def test_a_port_that_drops_packets_is_told_from_one_that_refuses(hosts: TwoHosts) -> None:
+    hosts.block("a", PORT)
+    try:
+        reports = doctors(hosts, timeout=5)
+    finally:
+        hosts.heal()
+    dropped = reports["b"]["machines"].text
+    assert "10.77.0.1:29600: no answer" in dropped
+    assert "on 10.77.0.1, `sudo ufw allow from 10.77.0.2`" in dropped
+    assert "machine 1 did not come" in reports["a"]["machines"].text
+    words = [*DOCTOR, "--main_process_ip", ADDRESSES["a"], "--timeout", "3"]
+    alone = findings(hosts.start("b", words), 3)
+    assert "nothing listens on this port" in alone["machines"].text
+    assert "start the other machine too" in alone["machines"].text

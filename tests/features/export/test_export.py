@@ -13,17 +13,17 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 import toolkit
 from tests.architectures import make_architecture
 from tests.faults import refusal
-from tests.runs import ROOT, Finished, lines_of, start, train
-from toolkit.data.labels import Labels
+from tests.runs import ROOT, Finished, start, train
+from toolkit.data.labels import MULTI, REGRESSION, SINGLE, Labels
 from toolkit.data.tokens import Split
-from toolkit.evaluation.saved_model import SavedModel
+from toolkit.features.export import command
 from toolkit.features.export.command import compare, export
-from toolkit.features.export.runtimes import ExportedClassifier
+from toolkit.features.export.runtimes import FILES, ExportedClassifier
 
 pytestmark = [
     pytest.mark.skipif(
@@ -31,16 +31,17 @@ pytestmark = [
     )
     for name, extra in (("openvino", "openvino"), ("onnxruntime", "onnx"))
 ]
-FILES = {"openvino": "openvino_model.xml", "onnx": "model.onnx"}
 KINDS = [(to, int8) for to in FILES for int8 in (False, True)]
+INPUTS = ["input_ids", "attention_mask", "token_type_ids"]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path) -> Path:
     """The model of a run that overfits its few rows, so that its predictions are confident."""
     run = tmp_path_factory.mktemp("exported") / "run"
-    train("--model_name_or_path", tiny_model, "--train_file", reviews, "--max_steps", 80, "--report_to", "none",
-          "--learning_rate", "5e-3", "--dropout", 0, "--output_dir", run, pages=True)  # fmt: skip
+    words = ["--model_name_or_path", tiny_model, "--train_file", reviews, "--max_steps", 80]
+    words += ["--learning_rate", "5e-3", "--dropout", 0, "--report_to", "none"]
+    train(*words, "--output_dir", run, pages=True)
     return run / "model"
 
 
@@ -61,37 +62,26 @@ def test_the_exported_model_predicts_the_same(
     to: str, int8: bool, exported: Any, model: Path, reviews: Path
 ) -> None:
     folder, done = exported[to, int8]
-    result = re.search(
-        r"accuracy [\d.]+ \(torch [\d.]+\), ([\d.]+) % of the answers are the same", done.out
-    )
-    assert result
-    assert {path.name for path in folder.iterdir()} >= {
-        FILES[to],
-        "config.json",
-        "tokenizer.json",
-        "README.md",
-    }
+    result, command = done.out.splitlines()
+    figures = r"accuracy [\d.]+ \(torch [\d.]+\), [\d.]+ % of the answers are the same"
+    assert re.match(figures, result)
+    assert command == f"wrote {folder}: toolkit predict {folder} FILE"
+    files = {path.name for path in folder.iterdir()}
+    assert files >= {FILES[to], "config.json", "tokenizer.json", "README.md"}
     assert not list(folder.glob("*.safetensors"))
-    assert AutoConfig.from_pretrained(folder).id2label == {0: "neg", 1: "pos"}
-    limits = {AutoTokenizer.from_pretrained(path).model_max_length for path in (folder, model)}
-    assert len(limits) == 1
     card = (folder / "README.md").read_text(encoding="utf-8")
-    assert result[0] in card
+    assert result in card
     assert "## Labels" in card  # from the model's card
-    mine, theirs = (
-        toolkit.predict(path, pandas.read_csv(reviews)["text"]) for path in (folder, model)
-    )
+    texts = pandas.read_csv(reviews)["text"]
+    mine, theirs = (toolkit.predict(path, texts) for path in (folder, model))
     chances = [np.array([line["probabilities"] for line in lines]) for lines in (mine, theirs)]
     assert np.abs(chances[0] - chances[1]).max() < (0.3 if int8 else 1e-4)
-    assert (
-        np.mean([a["prediction"] == b["prediction"] for a, b in zip(mine, theirs, strict=True)])
-        > 0.95
-    )
-    whole, packed = (
-        sum(path.stat().st_size for path in exported[to, kind][0].iterdir())
-        for kind in (False, True)
-    )
-    assert packed < whole
+    same = [one["prediction"] == two["prediction"] for one, two in zip(mine, theirs, strict=True)]
+    assert np.mean(same) > 0.95
+    sizes = []
+    for kind in (False, True):
+        sizes.append(sum(path.stat().st_size for path in exported[to, kind][0].iterdir()))
+    assert sizes[1] < sizes[0]
 
 
 @pytest.mark.parametrize("to", FILES)
@@ -102,9 +92,8 @@ def test_any_number_of_rows(to: str, exported: Any) -> None:
     ids = torch.randint(5, 40, (5, 9), generator=torch.Generator().manual_seed(0))
     alone = torch.cat([model(input_ids=row[None]).logits for row in ids])
     for rows in (1, 2, 3, 5):
-        torch.testing.assert_close(
-            model(input_ids=ids[:rows]).logits, alone[:rows], rtol=0, atol=1e-5
-        )
+        logits = model(input_ids=ids[:rows]).logits
+        torch.testing.assert_close(logits, alone[:rows], rtol=0, atol=1e-5)
     assert len(alone.unique(dim=0)) == 5
 
 
@@ -112,9 +101,8 @@ def test_the_docs_script(exported: Any, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CI", "true")  # or openvino sends usage statistics
     page = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
-    script, diff = (
-        re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL)[0] for kind in ("python", "diff")
-    )
+    blocks = [re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("python", "diff")]
+    script, diff = (block[1] for block in blocks if block)
     for to in ("openvino", "onnx"):
         for old, new in re.findall(r"^-(.+)\n\+(.+)\n", diff, re.MULTILINE) if to == "onnx" else ():
             assert script.count(old) == 1
@@ -140,25 +128,20 @@ def test_what_servers_need(exported: Any, monkeypatch: pytest.MonkeyPatch) -> No
     import onnxruntime
     import openvino
 
-    config = json.loads((exported["onnx", True][0] / "config.json").read_text())
+    folder = exported["onnx", True][0]
+    config = json.loads((folder / "config.json").read_text())
     assert config["architectures"][0].endswith("Classification")
-    assert all(isinstance(config[name], int) for name in ("max_position_embeddings", "pad_token_id", "hidden_size",
-                                                          "num_hidden_layers"))  # fmt: skip
-    assert (config["id2label"], config["label2id"]) == (
-        {"0": "neg", "1": "pos"},
-        {"neg": 0, "pos": 1},
-    )
-    names = ["input_ids", "attention_mask", "token_type_ids"]
-    session = onnxruntime.InferenceSession(exported["onnx", True][0] / "model.onnx")
-    assert [port.name for port in session.get_inputs()] == names
-    assert [(port.name, port.type) for port in session.get_outputs()] == [
-        ("logits", "tensor(float)")
-    ]
+    for name in ("max_position_embeddings", "pad_token_id", "hidden_size", "num_hidden_layers"):
+        assert isinstance(config[name], int)
+    assert (config["id2label"]["1"], config["label2id"]["pos"]) == ("pos", 1)
+    session = onnxruntime.InferenceSession(folder / "model.onnx")
+    assert [port.name for port in session.get_inputs()] == INPUTS
+    outputs = [(port.name, port.type) for port in session.get_outputs()]
+    assert outputs == [("logits", "tensor(float)")]
     graph = openvino.Core().read_model(exported["openvino", True][0] / "openvino_model.xml")
-    assert [port.any_name for port in graph.inputs] == names
-    assert all(
-        port.partial_shape.is_dynamic and port.partial_shape.rank == 2 for port in graph.inputs
-    )
+    assert [port.any_name for port in graph.inputs] == INPUTS
+    shapes = [port.partial_shape for port in graph.inputs]
+    assert [(shape.is_dynamic, len(shape)) for shape in shapes] == [(True, 2)] * 3
 
 
 def options(model: Path, out: Path, **more: Any) -> argparse.Namespace:
@@ -166,22 +149,20 @@ def options(model: Path, out: Path, **more: Any) -> argparse.Namespace:
     return argparse.Namespace(model=str(model), out=str(out), **(defaults | more))
 
 
-def test_a_model_that_predicts_differently(
+def test_a_model_that_predicts_differently_and_its_decisions(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error names the setting and the value that passes. One prediction of 21 changes."""
-    labels = [line["label"] for line in lines_of(model.parent / "predictions.jsonl")]
-    before = np.eye(2)[[int(label == "pos") for label in labels]]
-    after = before.copy()
-    after[0] = before[0, ::-1]
-    outputs = iter([before, after] * 2)
-    monkeypatch.setattr(SavedModel, "compute_outputs", lambda *_: next(outputs))
+    """The error names the setting and a value that passes. decisions.json is copied."""
+    run = shutil.copytree(model.parent, tmp_path / "run", symlinks=True)
+    decisions = json.dumps({"labels": ["neg", "pos"], "temperature": 2.0})
+    (run / "model" / "decisions.json").write_text(decisions)
     out = tmp_path / "out"
-    message = refusal(export, options(model, out), match="on 21 rows")
-    assert message.endswith("pass --max_changed 4.77")
-    assert not list(tmp_path.iterdir())
-    export(options(model, out, max_changed=4.77))
-    assert out.is_dir()
+    monkeypatch.setattr(command, "compare", lambda *_: (4.7619, "95.24 % are the same"))
+    message = refusal(export, options(run / "model", out, to="onnx"), match="95.24 % are the same")
+    assert message.endswith("pass --max_changed 5")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    export(options(run / "model", out, to="onnx", max_changed=5))
+    assert (out / "decisions.json").read_text() == decisions
 
 
 def test_what_cannot_be_exported(
@@ -189,47 +170,38 @@ def test_what_cannot_be_exported(
 ) -> None:
     folder, _ = exported["openvino", False]
     refusal(export, options(model, folder), match="exists: name another folder")
+    out = tmp_path / "out"
     copy = shutil.copytree(model, tmp_path / "alone")
-    refusal(export, options(copy, tmp_path / "out"), match="is in no run's folder")
+    refusal(export, options(copy, out), match="is in no run's folder")
     sparse = make_architecture("BigBird", tmp_path / "sparse", ["a good film"])
-    refusal(export, options(sparse, tmp_path / "out"), match="BigBird with block-sparse attention")
+    refusal(export, options(sparse, out), match="BigBird with block-sparse attention")
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
-    refusal(export, options(model, tmp_path / "out"), match="toolkit prepare")
+    refusal(export, options(model, out), match="toolkit prepare")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    in_8_bits = options(model, tmp_path / "out", int8=True)
     packages = r"needs openvino and nncf: pip install 'finetune-toolkit\[openvino\]'"
-    refusal(export, in_8_bits, match=packages)
+    refusal(export, options(model, out, int8=True), match=packages)
 
 
-def test_decisions_are_copied(model: Path, tmp_path: Path) -> None:
-    run = shutil.copytree(model.parent, tmp_path / "run", symlinks=True)
-    decisions = {"labels": ["neg", "pos"], "temperature": 2.0}
-    (run / "model" / "decisions.json").write_text(json.dumps(decisions))
-    export(options(run / "model", tmp_path / "out", to="onnx"))
-    assert json.loads((tmp_path / "out" / "decisions.json").read_text()) == decisions
+LOGITS = np.array([[2.0, 1], [1, 2], [3, 0], [0, 1]])
+OTHER = np.array([[2.0, 1], [2, 1], [3, 0], [1, 0]])
 
 
-def test_compare() -> None:
-    def percent_of(before: np.ndarray, after: np.ndarray, truth: Any, kind: Any) -> Any:
-        names = ("a", "b")[: before.shape[1]]
-        count = len(before)
-        ids = np.zeros(count, np.int32)
-        split = Split(
-            "validation", Path(), ids, np.arange(count + 1), np.array(truth), np.arange(count)
-        )
-        return compare(before, after, split, Labels(kind, names, ()))
+NUMBERS = LOGITS[:, :1]
+# kind -> (scores of torch, of the exported model, labels, percent, a part of the sentence)
+COMPARED: dict[Any, tuple[np.ndarray, np.ndarray, Any, float, str]] = {
+    SINGLE: (LOGITS, OTHER, [0, 0, 0, 1], 50, "accuracy 0.7500 (torch 0.7500), 50.00 % of the"),
+    MULTI: (LOGITS - 1.5, OTHER - 1.5, (LOGITS > 1.5) * 1.0, 25, "75.00 % of the answers are"),
+    REGRESSION: (NUMBERS, NUMBERS + 0.1, LOGITS[:, 0], 0.8, "99.20 % of the variance of"),
+}
 
-    logits = np.array([[2.0, 1], [1, 2], [3, 0], [0, 1]])
-    other = np.array([[2.0, 1], [2, 1], [3, 0], [1, 0]])
-    changed, result = percent_of(logits, other, [0, 0, 0, 1], "single_label_classification")
-    assert result == (
-        "accuracy 0.7500 (torch 0.7500), 50.00 % of the answers are the same, on 4 rows of "
-        "validation"
-    )
-    assert changed == 50
-    truth = (logits > 1.5).astype(np.float32)
-    kind = "multi_label_classification"
-    assert percent_of(logits - 1.5, other - 1.5, truth, kind)[0] == 25
-    numbers = logits[:, :1]
-    changed, _ = percent_of(numbers, numbers + 0.1, truth[:, 0], "regression")
-    assert changed == pytest.approx(100 * 4 * 0.01 / 5)
+
+@pytest.mark.parametrize("kind", COMPARED)
+def test_compare(kind: Any) -> None:
+    before, after, truth, changed, says = COMPARED[kind]
+    rows = np.arange(4)
+    split = Split("validation", Path(), rows * 0, np.arange(5), np.array(truth), rows)
+    labels = Labels(kind, ("a", "b")[: before.shape[1]], ())
+    percent, sentence = compare(before, after, split, labels)
+    assert percent == pytest.approx(changed)
+    assert says in sentence
+    assert sentence.endswith("on 4 rows of validation")

@@ -1,4 +1,5 @@
-"""`toolkit predict`: each row once, in the order of the file, in parts that a killed process continues."""
+"""`toolkit predict`: each row once, in the order of the file, in parts that a killed process
+continues."""
 
 import csv
 import json
@@ -7,13 +8,11 @@ import re
 import shutil
 import signal
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from tests.evaluation.columns import save_columns
@@ -29,6 +28,7 @@ from toolkit.features.predict import command as predict_file
 
 WORDS = ("good", "bad", "film", "book", "very", "room", "dull", "fine")
 ROWS = 70
+DECISIONS = {"labels": ["a", "b", "c"]}
 
 Predict = Callable[..., Path]
 
@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, sharp_model: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    """Some twice, of very different lengths, one empty."""
+    """Some twice, of very different lengths, one empty, one of two lines."""
     generator = random.Random(3)
     made = [" ".join(generator.choices(WORDS, k=generator.randint(1, 40))) for _ in range(ROWS)]
     made[40:50], made[60] = made[:10], ""
@@ -51,31 +51,26 @@ def texts() -> list[str]:
 
 @pytest.fixture
 def predicted(
-    model: Path, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_launcher: None,
+    model: Path,
+    texts: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    no_launcher: None,
     toolkit_cache: Path,
-) -> Predict:  # fmt: skip
-    """`predicted("out.csv", shard="1/3", window=16)` -> where the output is."""
-    source = tmp_path / "rows.csv"
-    pd.DataFrame({"id": [f"{row:03d}" for row in range(ROWS)], "text": texts}).to_csv(
-        source, index=False
-    )
+) -> Predict:
+    """`predicted("out.csv", "--shard", "1/3", window=16)` -> where the output is."""
+    rows = tmp_path / "rows.csv"
+    numbers = [f"{row:03d}" for row in range(ROWS)]
+    pd.DataFrame({"id": numbers, "text": texts}).to_csv(rows, index=False)
 
     def run(
-        name: str, *more: str, window: int = 16, source: Path = source, model: Path = model
+        name: str, *more: str, window: int = 16, source: Path = rows, model: Path = model
     ) -> Path:
         monkeypatch.setattr(text_files, "BLOCK_ROWS", 2)  # of which four are a batch
         monkeypatch.setattr(predict_file, "WINDOW_ROWS", window)
-        words = [
-            "predict",
-            model,
-            source,
-            "--output",
-            tmp_path / name,
-            "--mixed_precision",
-            "no",
-            *more,
-        ]
-        predict_file.predict_file(build_parser().parse_args([str(word) for word in words]))
+        words = ["predict", model, source, "--output", tmp_path / name]
+        words += ["--mixed_precision", "no", *more]
+        predict_file.predict_file(build_parser().parse_args(list(map(str, words))))
         return tmp_path / name
 
     return run
@@ -88,6 +83,12 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 def assert_same(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     """Up to rounding, as probabilities depend on the other texts of a batch."""
     pd.testing.assert_frame_equal(pd.DataFrame(rows), pd.DataFrame(expected), rtol=0, atol=2e-6)
+
+
+def with_decisions(model: Path, folder: Path, **decisions: Any) -> Path:
+    copy = shutil.copytree(model, folder)
+    (copy / "decisions.json").write_text(json.dumps(DECISIONS | decisions))
+    return copy
 
 
 def test_windows(predicted: Predict, texts: list[str], tmp_path: Path, capsys: Any) -> None:
@@ -105,26 +106,22 @@ def test_windows(predicted: Predict, texts: list[str], tmp_path: Path, capsys: A
 def test_ranks_share_windows(
     predicted: Predict, model: Path, tmp_path: Path, toolkit_cache: Path, way: str
 ) -> None:
-    whole, words = (
-        predicted("whole.csv"),
-        [model, tmp_path / "rows.csv", "--mixed_precision", "no", "--output"],
-    )
-    run_jobs(tmp_path / "jobs", WAYS[way], [["tests.predict_worker", *words, tmp_path / "out.csv", *shard]
-                                            for shard in (["--shard", "2/3"], [])])  # fmt: skip
+    whole = predicted("whole.csv")
+    words = [model, tmp_path / "rows.csv", "--mixed_precision", "no", "--output"]
+    job = ["tests.predict_worker", *words, tmp_path / "out.csv"]
+    run_jobs(tmp_path / "jobs", WAYS[way], [[*job, "--shard", "2/3"], job])
     assert_same(rows_of(tmp_path / "out.csv"), rows_of(whole))
     assert not list((toolkit_cache / "tokens").glob("*"))
 
 
 def test_shards_are_joined_in_order(predicted: Predict, tmp_path: Path, capsys: Any) -> None:
-    """Also those of a machine without a shared disk, whose parts are copied; what no shard has done is computed."""
+    """Also those of a machine without a shared disk, whose parts are copied; what no shard has done
+    is computed."""
     whole = predicted("whole.csv").read_bytes()
     parts = tmp_path / "out.csv.parts"
     predicted("out.csv", "--shard", "2/3")
     predicted("out.csv", "--shard", "2/3")  # as a scheduler may start it again
-    assert [path.name[:15] for path in sorted(parts.iterdir())] == [
-        "part-0000000016",
-        "part-0000000064",
-    ]
+    assert sorted(path.name for path in parts.iterdir()) == [part(16, 32), part(64, 70)]
     parts.rename(tmp_path / "other machine")
     predicted("out.csv", "--shard", "3/3")
     for path in (tmp_path / "other machine").iterdir():
@@ -144,32 +141,25 @@ def test_parts_of_another_prediction_are_never_joined(
     changed: str, predicted: Predict, model: Path, tmp_path: Path
 ) -> None:
     predicted("out.csv", "--shard", "1/2")
+    words = {"max_length": ["--max_length", "8"], "probabilities": ["--probabilities", "none"]}
     other: dict[str, Any] = {}
-    words = []
-    if changed == "max_length":
-        words = ["--max_length", "8"]
-    elif changed == "probabilities":
-        words = ["--probabilities", "none"]
-    elif changed == "file":
-        other = {"source": tmp_path / "other.csv"}
+    if changed == "file":
+        other["source"] = tmp_path / "other.csv"
         lines = (tmp_path / "rows.csv").read_text().replace("good", "fine")
         other["source"].write_text(lines)
-    else:
-        other = {"model": shutil.copytree(model, tmp_path / "model")}
-        (other["model"] / "decisions.json").write_text(
-            '{"labels": ["a", "b", "c"], "temperature": 2}'
-        )
+    elif changed == "model":
+        other["model"] = with_decisions(model, tmp_path / "model", temperature=2)
+    more = words.get(changed, [])
     match = rf"part-\S+ is of another prediction \(it differs in {changed}\)"
-    refusal(predicted, "out.csv", *words, match=match, **other)
-    expected = predicted("expected.csv", *words, **other).read_bytes()
-    assert predicted("out.csv", "--overwrite", *words, **other).read_bytes() == expected
+    refusal(predicted, "out.csv", *more, match=match, **other)
+    expected = predicted("expected.csv", *more, **other).read_bytes()
+    assert predicted("out.csv", "--overwrite", *more, **other).read_bytes() == expected
 
 
 def test_what_would_be_overwritten_is_refused(predicted: Predict, tmp_path: Path) -> None:
-    (tmp_path / "again.csv").write_text("text,prediction\na,b\n")
-    refusal(
-        predicted, "out.csv", source=tmp_path / "again.csv", match="already has a column prediction"
-    )
+    again = tmp_path / "again.csv"
+    again.write_text("text,prediction\na,b\n")
+    refusal(predicted, "out.csv", source=again, match="already has a column prediction")
     (tmp_path / "mine.csv").write_text("mine")
     refusal(predicted, "mine.csv", match="mine.csv exists")
     assert (tmp_path / "mine.csv").read_text() == "mine"
@@ -177,17 +167,17 @@ def test_what_would_be_overwritten_is_refused(predicted: Predict, tmp_path: Path
 
 
 def test_options_that_do_not_fit(predicted: Predict) -> None:
-    refusal(
-        predicted,
-        "third.csv",
-        "--per_device_batch_size",
-        "0",
-        says=["--per_device_batch_size", "0"],
-    )
-    pattern = build_parser().parse_args(["predict", "m", "part-*.csv.gz"])  # of files
-    refusal(predict_file._choose_output, pattern, match="--output")
-    texts = build_parser().parse_args(["predict", "m", "--text", "a", "--output", "b.csv"])
-    refusal(predict_file.predict_file, texts, match="--output and --shard have no effect")
+    says = ["--per_device_batch_size", "0"]
+    refusal(predicted, "third.csv", "--per_device_batch_size", "0", says=says)
+    for words in (["part-*.csv"], ["--text", "a", "--output", "b.csv"]):
+        options = build_parser().parse_args(["predict", "m", *words])
+        refusal(predict_file.predict_file, options, match="--output")
+
+
+def test_a_model_class_of_a_users_own(predicted: Predict, model: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(model, own, ignore=shutil.ignore_patterns("config.json"))
+    refusal(predicted, "out.csv", model=own, says=["load_state_dict", f"{own}/model.safetensors"])
 
 
 def part(start: int, end: int) -> str:
@@ -217,10 +207,7 @@ def test_a_killed_process_loses_only_unfinished_windows(
 def test_rows_without_an_answer_are_counted(
     predicted: Predict, model: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    unsure = shutil.copytree(model, tmp_path / "unsure")
-    (unsure / "decisions.json").write_text(
-        json.dumps({"labels": ["a", "b", "c"], "abstain_below": 0.4})
-    )
+    unsure = with_decisions(model, tmp_path / "unsure", abstain_below=0.4)
     rows = rows_of(predicted("out.csv", model=unsure))
     unanswered = sum(row["prediction"] == "" for row in rows)
     assert 0 < unanswered < ROWS
@@ -228,9 +215,10 @@ def test_rows_without_an_answer_are_counted(
 
 
 def test_the_quoting_of_the_training_file_is_used(
-    predicted: Predict, model: Path, tmp_path: Path, capsys: Any
+    predicted: Predict, model: Path, tmp_path: Path
 ) -> None:
-    """Double quotes within texts reach the model and the output; for a file of another format the default holds."""
+    """Double quotes within texts reach the model and the output; for a file of another format the
+    default holds."""
     trained = shutil.copytree(model, tmp_path / "trained")
     save_columns(trained, train_file="train.TSV.gz", quoting="none", text_column="text")
     texts = ['"a good film"', '""', 'he said "dull"', "fine"]
@@ -243,23 +231,10 @@ def test_the_quoting_of_the_training_file_is_used(
     lines = predict(content, "a.tsv", "out.tsv").read_text().splitlines()
     assert [line.split("\t")[0] for line in lines] == ["text", *texts]
     assert [row["text"] for row in rows_of(predict(content, "a.tsv", "out.csv"))] == texts
-    explicit = predict(
-        'text\n"a good film"\n', "explicit.tsv", "as-csv.tsv", "--quoting", "csv"
-    ).read_text()
-    assert explicit.splitlines()[1].startswith("a good film\t")
-    assert (
-        rows_of(predict('text\n"a good, long film"\n', "b.csv", "b-out.csv"))[0]["text"]
-        == "a good, long film"
-    )
-    rows = [pa.table({"text": ["x"], "prediction": ["a\tb"]})]
-    refusal(
-        write.write_rows,
-        tmp_path / "t",
-        tmp_path / "t.tsv",
-        rows,
-        quoting=False,
-        match="t.tsv: .*jsonl",
-    )
+    as_csv = predict(content, "b.tsv", "b-out.tsv", "--quoting", "csv").read_text()
+    assert as_csv.splitlines()[1].startswith("a good film\t")
+    of_csv = predict('text\n"a good, long film"\n', "b.csv", "b-out.csv")
+    assert rows_of(of_csv)[0]["text"] == "a good, long film"
 
 
 @pytest.mark.parametrize("kind", ["tsv", "json", "jsonl", "parquet", "csv.gz", "jsonl.bz2"])
@@ -278,76 +253,46 @@ def test_every_format_is_written_in_parts(predicted: Predict, kind: str) -> None
     assert names == ["id", "text", "prediction"]
 
 
-def test_a_file_without_a_header(predicted: Predict, tmp_path: Path, capsys: Any) -> None:
-    """A line names the column, and all of them."""
-    source = tmp_path / "plain.csv"
-    source.write_text("1,good film\n2,bad\n")
-    predicted("out.csv", source=source)
-    assert "reading good film of the columns 1, good film" in capsys.readouterr().err
-    assert len(rows_of(predicted("all.csv", "--column_names", "id,text", source=source))) == 2
-
-
-TYPED = ["good film", "很 dull book"]
-
-
-def test_strings_without_their_type(predicted: Predict, tmp_path: Path) -> None:
-    """In Parquet, as of older Spark, are read as in training; lists are no texts."""
-    probabilities = []
-    for number, texts in enumerate(
-        (TYPED, [text.encode() for text in TYPED], [[text] for text in TYPED])
-    ):
-        pq.write_table(pa.table({"text": texts}), tmp_path / f"{number}.parquet")
-        predict = partial(predicted, f"{number}.jsonl", source=tmp_path / f"{number}.parquet")
-        if number == 2:
-            refusal(predict, match="column 'text' holds lists")
-        else:
-            lines = lines_of(predict())
-            assert [line["text"] for line in lines] == TYPED
-            probabilities.append([line["probability_a"] for line in lines])
-    assert probabilities[0] == probabilities[1]
+CELLS: dict[str, list[Any]] = {
+    "text": ["a\rb", 'c "d", e\nf', ""],
+    "score": [0.1234567890123456, 1e-12, None],
+    "id": [2**60 + 1, None, 0],
+    "tags": [["很", "y"], [], None],
+    "prediction": ["p", None, "r"],
+}
+IN_CSV = {
+    "text": CELLS["text"],
+    "score": ["0.1234567890123456", "1e-12", ""],
+    "id": [str(2**60 + 1), "", "0"],
+    "tags": ['["很", "y"]', "[]", ""],
+    "prediction": ["p", "", "r"],
+}
 
 
 def test_cells_are_written_as_they_were_read(tmp_path: Path) -> None:
-    """A lone \\r, which ends a row of CSV outside quotes, all digits of numbers, nulls and lists."""
-    cells: dict[str, list[Any]] = {
-        "text": ["a\rb", 'c "d", e\nf', ""], "score": [0.1234567890123456, 1e-12, None], "id": [2**60 + 1, None, 0],
-        "tags": [["很", "y"], [], None], "prediction": ["p", None, "r"]}  # fmt: skip
+    """A lone \\r, which ends a row of CSV outside quotes, all digits of numbers, nulls, lists."""
     for name in ("out.csv", "out.tsv", "out.jsonl"):
-        write.write_rows(tmp_path / name, tmp_path / name, [pa.table(cells)])
-    expected = [dict(zip(cells, row, strict=True)) for row in zip(*cells.values(), strict=True)]
-    assert lines_of(tmp_path / "out.jsonl") == expected
-    written = {"score": ["0.1234567890123456", "1e-12", ""], "id": [str(2**60 + 1), "", "0"],
-               "tags": ['["很", "y"]', "[]", ""], "prediction": ["p", "", "r"]}  # fmt: skip
+        write.write_rows(tmp_path / name, tmp_path / name, [pa.table(CELLS)])
+    rows = pa.table(CELLS).to_pylist()
+    assert lines_of(tmp_path / "out.jsonl") == rows
     for name, delimiter in (("out.csv", ","), ("out.tsv", "\t")):
         with (tmp_path / name).open(encoding="utf-8", newline="") as file:
-            header, *rows = csv.reader(file, delimiter=delimiter)
-        assert dict(zip(header, map(list, zip(*rows, strict=True)), strict=True)) == {
-            **cells,
-            **written,
-        }
+            header, *cells = csv.reader(file, delimiter=delimiter)
+        assert dict(zip(header, map(list, zip(*cells, strict=True)), strict=True)) == IN_CSV
+    with_tab = [pa.table({"text": ["a\tb"]})]
+    path = tmp_path / "t.tsv"
+    refusal(write.write_rows, path, path, with_tab, quoting=False, match="t.tsv: .*jsonl")
 
 
-def test_the_output_has_the_encoding_of_the_input(predicted: Predict, tmp_path: Path) -> None:
-    rows = "".join(f"很好{row},{row}\n" for row in range(40))
-    (tmp_path / "a.csv").write_text(f"text,评\n{rows}", encoding="gb18030")
-    out = predicted("out.csv", "--encoding", "gb18030", source=tmp_path / "a.csv").read_text(
-        encoding="gb18030"
-    )
-    assert [line.split(",")[:2] for line in out.splitlines()][:2] == [
-        ["text", "评"],
-        ["很好0", "0"],
-    ]
-    assert len(out.splitlines()) == 41
-    (tmp_path / "b.csv").write_text("text\n很好\n", encoding="utf-8-sig")  # as Excel saves UTF-8
-    assert (
-        predicted("b_out.csv", source=tmp_path / "b.csv")
-        .read_bytes()
-        .startswith("\ufefftext,".encode())
-    )
-
-
-def test_files_of_a_pattern_are_one(predicted: Predict, tmp_path: Path) -> None:
-    for number, text in enumerate(("good", "dull"), 9):  # in the order of their numbers
-        (tmp_path / f"part-{number}.csv").write_text(f"text\n{text}\n", encoding="utf-8")
-    rows = rows_of(predicted("out.csv", source=tmp_path / "part-*.csv"))
-    assert [row["text"] for row in rows] == ["good", "dull"]
+@pytest.mark.parametrize("encoding", ["gb18030", "utf-8-sig"])  # Excel saves UTF-8 as the second
+def test_the_output_has_the_encoding_of_the_input(
+    encoding: str, predicted: Predict, tmp_path: Path
+) -> None:
+    source = tmp_path / "a.csv"
+    rows = [f"很好{row},{row}" for row in range(40)]
+    source.write_text("\n".join(["text,评", *rows, ""]), encoding=encoding)
+    read_as = ["--encoding", encoding] if encoding == "gb18030" else []
+    out = predicted("out.csv", *read_as, source=source)
+    cells = [line.split(",") for line in out.read_text(encoding=encoding).splitlines()]
+    assert [f"{text},{number}" for text, number, *_ in cells] == ["text,评", *rows]
+    assert out.read_bytes().startswith("\ufeff".encode()) == (encoding == "utf-8-sig")

@@ -12,6 +12,7 @@ from tests.test_your_own_recipe import PAGES, edited, edits_of
 from toolkit.training.verified import record_path
 
 CLS = "recipes/cls.py"
+DDP = ["--config_file", "accelerate_configs/ddp.yaml"]
 BACKWARD = "accelerator.backward(step.mean(losses))  #"
 LOSSES = "            losses = objective(batch, logits)"
 STEPS = "    for step in run.steps(evaluate):"
@@ -19,7 +20,7 @@ GATHER = "(batch.ids, logits, losses)"
 # name -> ({line of the recipe: its wrong version}, the run that shows it)
 WRONG: dict[str, tuple[dict[str, str], str]] = {
     "gradients": (
-        {BACKWARD: BACKWARD.replace("  #", "; [each.grad.mul_(0.5) for each in model.parameters()]  #")},
+        {BACKWARD: BACKWARD.replace("  #", "; [p.grad.mul_(0.5) for p in model.parameters()]  #")},
         "other-micro-batches"),
     "divided": (
         {BACKWARD: BACKWARD.replace("(losses)", "(losses / len(logits))")}, "other-micro-batches"),
@@ -36,52 +37,37 @@ WRONG: dict[str, tuple[dict[str, str], str]] = {
 
 
 def verify(recipe: Path | str, folder: Path, *words: Any) -> tuple[Finished, dict[str, Any]]:
-    command = [
-        "toolkit",
-        "verify",
-        str(recipe),
-        "--max_steps",
-        "3",
-        "--output_dir",
-        str(folder),
-        *map(str, words),
-    ]
-    done = start(command, 500, {"TESTS_WITHOUT_PAGES": ""})
+    command = ["toolkit", "verify", recipe, "--max_steps", "3", "--output_dir", folder, *words]
+    done = start([str(word) for word in command], 500, {"TESTS_WITHOUT_PAGES": ""})
     return done, json.loads((folder / "verify.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture
 def job(tiny_model: Path, reviews: Path) -> list[Any]:
-    return [
-        "--model_name_or_path",
-        tiny_model,
-        "--train_file",
-        reviews,
-        "--optimizer",
-        "sgd",
-        "--learning_rate",
-        0.1,
-    ]
+    model = ["--model_name_or_path", tiny_model, "--train_file", reviews]
+    return [*model, "--optimizer", "sgd", "--learning_rate", 0.1]
 
 
 @pytest.mark.multiprocess
 def test_the_shipped_recipe_passes(job: list[Any], tmp_path: Path) -> None:
-    words = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "bf16", *job]
-    done, facts = verify(CLS, tmp_path / "verify", *words)
+    folder = tmp_path / "verify"
+    done, facts = verify(CLS, folder, *DDP, "--mixed_precision", "bf16", *job)
     assert (done.code, facts["agrees"]) == (0, True), done.out + done.err
-    runs = {run["name"]: run for run in facts["runs"]}
     assert [run["precision"] for run in facts["runs"]] == ["no"] * 5 + ["bf16"] * 2
+    header, *rows = done.out.splitlines()[:8]
+    assert header.split()[:3] == ["run", "precision", "result"]
+    assert [row.split()[:3] for row in rows][3] == ["ddp", "fp32", "same"]
+    runs = {run["name"]: run for run in facts["runs"]}
+    assert [name for name in runs if f"{name}: running" not in done.err] == []
     assert max(runs["ddp"]["differences"].values()) <= 1e-5
     numbers = runs["ddp"]["numbers"]
     assert len(numbers["loss"]) == len(set(numbers["gradient norm"].values())) == 3
     assert {"1 loss", "3 accuracy"} <= numbers["evaluation"].keys()
     assert [*runs["ddp-resumed"]["numbers"]["loss"]] == ["3"]
     assert record_path(facts["digest"], "ddp").exists()
-    settings = json.loads((tmp_path / "verify" / "ddp" / "config.json").read_text())
-    assert (
-        settings["data"]["accumulation"] == 6
-    )  # of 31 samples in two processes, at most 3 at a time
-    assert settings["launch"]["config_file"] == "accelerate_configs/ddp.yaml"
+    settings = json.loads((folder / "ddp" / "config.json").read_text())
+    # of 31 samples in two processes, at most 3 at a time
+    assert settings["data"]["accumulation"] == 6
 
 
 @pytest.mark.multiprocess
@@ -96,39 +82,39 @@ def test_the_run_that_shows_a_wrong_recipe(name: str, job: list[Any], tmp_path: 
             text = text.replace(before, after)
     (tmp_path / "recipe.py").write_text(text, encoding="utf-8")
     shutil.copy(ROOT / "recipes" / "cls_demo.yaml", tmp_path)
-    words = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no", *job]
+    words = [*DDP, "--mixed_precision", "no", *job]
     done, facts = verify(tmp_path / "recipe.py", tmp_path / "verify", *words)
     assert done.code == 1, done.out + done.err
-    wrong = [run for run in facts["runs"] if not run["agrees"]]
+    wrong = [run for run in facts["runs"] if run["result"] == "NOT THE SAME"]
     assert wrong[0]["name"] == shown, done.out
     assert f"    -> {wrong[0]['reason']}\n" in done.out
+    assert f"\nNOT THE SAME: {shown}" in done.out
     assert not record_path(facts["digest"], "ddp").exists()
 
 
-def test_a_recipe_that_logs_nothing(tmp_path: Path) -> None:
+FAILING = {
+    "logs nothing": ("", [], "metrics.jsonl"),
+    "hangs": ("import time\ntime.sleep(999)\n", ["--time_limit", 2], "hangs"),
+    "says why": ("import sys\nsys.exit('error: no text')\n", [], "no text"),
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_run_that_fails(name: str, tmp_path: Path) -> None:
+    """It is never said to be different."""
+    text, words, reason = FAILING[name]
     recipe = tmp_path / "recipe.py"
-    recipe.write_text("")
-    done, facts = verify(
-        recipe, tmp_path / "verify", "--config_file", "accelerate_configs/ddp.yaml"
-    )
+    recipe.write_text(text)
+    done, facts = verify(recipe, tmp_path / "verify", *words)
     assert (done.code, facts["agrees"]) == (1, False)
-    assert "metrics.jsonl" in facts["runs"][0]["error"]
-
-
-def test_a_recipe_that_hangs(tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.py"
-    recipe.write_text("import time\n\ndef wait():\n    time.sleep(999)\n\nwait()\n")
-    done, facts = verify(recipe, tmp_path / "verify", "--time_limit", 2)
-    assert done.code == 1
-    assert "hangs" in facts["runs"][0]["error"]
-
-
-def test_a_failed_run_and_missing_files(job: list[Any], tmp_path: Path) -> None:
-    done, facts = verify(CLS, tmp_path / "verify", *job, "--max_length", 9999)
-    assert done.code == 1
     (run,) = facts["runs"]
-    assert "--max_length 9999" in run["error"]
-    assert f"ended with an error: {run['error']}\n" in done.out
+    assert (run["result"], reason in run["reason"]) == ("FAILED", True)
+    assert f"    -> {run['reason']}\n" in done.out
+    assert "\nFAILED: one-process" in done.out
+    assert "NOT THE SAME" not in done.out
+
+
+def test_missing_files(tmp_path: Path) -> None:
     start(["toolkit", "verify", "recipes/none.py"]).says_in_one_line("recipes/none.py")
     start(["toolkit", "verify", CLS, "--config_file", "none.yaml"]).says_in_one_line("none.yaml")
     words = ["--output_dir", str(tmp_path)]  # what is there is not overwritten

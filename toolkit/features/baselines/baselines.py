@@ -61,19 +61,18 @@ def baselines(
     """Model -> metric -> value, low, high. `logits`: (N, C), the model's for `split`. Without
     `train` the model alone is evaluated."""
     labels = answers.labels
-    size = labels.size
-    guesses: dict[str, np.ndarray] = {}  # (N, C) bool
+    guesses: dict[str, np.ndarray] = {}  # as `split.labels`
     if train is not None:
-        guesses = _simple_models(train, split, size)
+        guesses = _simple_models(train, split, labels.size)
     scores = answers.adjust_logits(logits)
-    guesses[MODEL] = scores > 0
-    if labels.problem_type != MULTI:
-        guesses[MODEL] = _one_hot(scores.argmax(axis=1), size)
-    truth = _one_hot(split.labels, size)
-    return {
-        name: intervals(class_scores(truth, guess, labels.problem_type))
-        for name, guess in guesses.items()
-    }
+    guesses[MODEL] = scores > 0 if labels.problem_type == MULTI else scores.argmax(axis=1)
+    truth = _one_hot(split.labels, labels.size)
+    models = {}
+    for name, guess in guesses.items():
+        # of a single label scikit-learn returns (N,)
+        one_hot = _one_hot(guess.reshape(split.labels.shape), labels.size)
+        models[name] = intervals(class_scores(truth, one_hot, labels.problem_type))
+    return models
 
 
 def _one_hot(labels: np.ndarray, size: int) -> np.ndarray:
@@ -99,19 +98,15 @@ def describe(models: dict[str, Any]) -> list[str]:
 
 
 def _simple_models(train: Split, split: Split, size: int) -> dict[str, np.ndarray]:
-    """Model -> predictions for the split, (N, C) bool."""
+    """Model -> predictions for the split."""
     from sklearn.dummy import DummyClassifier
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
     from sklearn.multiclass import OneVsRestClassifier
 
-    def one_hot(predicted: np.ndarray) -> np.ndarray:
-        # of a single label sklearn returns (N,)
-        return _one_hot(predicted.reshape(split.labels.shape), size)
-
     truth = train.labels.astype(int)
     largest = DummyClassifier().fit(truth, truth)  # it does not look at its inputs
-    guesses = {LARGEST: one_hot(largest.predict(split.labels))}
+    guesses = {LARGEST: largest.predict(split.labels)}
     count = min(len(train), _MAX_ROWS, _MAX_ROWS_TIMES_CLASSES // size)
     rows = np.sort(np.random.default_rng(0).choice(len(train), count, replace=False))
     if size > _MAX_CLASSES or len(np.unique(truth[rows])) < 2:
@@ -120,14 +115,18 @@ def _simple_models(train: Split, split: Split, size: int) -> dict[str, np.ndarra
     if truth.ndim == 2:
         linear = OneVsRestClassifier(linear)
     weighting = TfidfVectorizer(
-        lowercase=False, tokenizer=str.split, token_pattern=None, ngram_range=(1, 2),
-        max_features=_MAX_WEIGHTS // max(20, size), sublinear_tf=True,
-    )  # fmt: skip
-    with warnings.catch_warnings():  # about few iterations, and labels without rows
-        warnings.simplefilter("ignore")
+        lowercase=False,
+        tokenizer=str.split,
+        token_pattern=None,
+        ngram_range=(1, 2),
+        max_features=_MAX_WEIGHTS // max(20, size),
+        sublinear_tf=True,
+    )
+    # about few iterations, and labels without rows
+    with warnings.catch_warnings(action="ignore"):
         linear.fit(weighting.fit_transform(_texts(train, rows)), truth[rows])
     features = weighting.transform(_texts(split, np.arange(len(split))))
-    return {**guesses, LINEAR: one_hot(linear.predict(features))}
+    return {**guesses, LINEAR: linear.predict(features)}
 
 
 def _texts(split: Split, rows: np.ndarray) -> Iterator[str]:

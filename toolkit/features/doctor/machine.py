@@ -14,7 +14,7 @@ from typing import Literal
 
 import psutil
 
-from toolkit.errors import first_line, printable, size_text
+from toolkit.errors import first_line, size_text
 
 _FULL_DISK, _LITTLE_DISK, _SMALL_SHARED_MEMORY, _MEMORY_IN_USE = 1e9, 10e9, 1e9, 1e9
 _NVIDIA_SMI = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -46,23 +46,17 @@ def check_gpus() -> Iterator[Finding]:
         lines = (smi.stdout or smi.stderr).strip().splitlines()
         if smi.returncode:
             remedy = "`sudo dmesg | grep -iE 'nvrm|xid'` shows why; sudo reboot"
-            text = f"nvidia-smi fails: {printable(' '.join(lines))}"
-            yield Finding("driver", "FAIL", text, remedy)
+            yield Finding("driver", "FAIL", f"nvidia-smi fails: {' '.join(lines)}", remedy)
         else:
             num_gpus = len(lines)
-            yield Finding("driver", "ok", f"NVIDIA {printable(lines[0])}")
-    yield from _check_torch(num_gpus)
-
-
-def _check_torch(num_gpus: int) -> Iterator[Finding]:
+            yield Finding("driver", "ok", f"NVIDIA {lines[0]}")
     with warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")
         try:
             import torch
         except (ImportError, OSError) as error:
             text = f"torch cannot be imported: {type(error).__name__}: {first_line(error)}"
-            remedy = "pip install --force-reinstall torch"
-            yield Finding("torch", "FAIL", printable(text), remedy)
+            yield Finding("torch", "FAIL", text, "pip install --force-reinstall torch")
             return
         visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     version = f"torch {torch.__version__}, built with CUDA {torch.version.cuda}"
@@ -73,7 +67,7 @@ def _check_torch(num_gpus: int) -> Iterator[Finding]:
         device = torch.accelerator.current_accelerator() or "CPUs"
         yield Finding("torch", "note", f"torch {torch.__version__}, no NVIDIA GPU: uses {device}")
     else:
-        text = f"{version}, sees no GPU of {num_gpus}: {printable(reasons, 500)}"
+        text = f"{version}, sees no GPU of {num_gpus}: {reasons}"
         yield Finding("torch", "FAIL", text, _remedy_for_no_gpu(torch.version.cuda, reasons))
     for index in range(visible):
         yield _check_gpu(index)
@@ -101,13 +95,13 @@ def _check_gpu(index: int) -> Finding:
         remedy = "nvidia-smi"
         if "no kernel image" in str(error):
             remedy = "a build of the same torch for an older CUDA (12.6 has V100; pytorch.org)"
-        return Finding(f"gpu {index}", "FAIL", f"{name}: {printable(first_line(error))}", remedy)
+        return Finding(f"gpu {index}", "FAIL", f"{name}: {first_line(error)}", remedy)
     used = total - free
     text = f"{name}, {size_text(used)} of {size_text(total)} in use"
-    if used > max(_MEMORY_IN_USE, total / 20):
-        remedy = f"`nvidia-smi` or `sudo fuser -v /dev/nvidia{index}` names the process"
-        return Finding(f"gpu {index}", "warn", text, remedy)
-    return Finding(f"gpu {index}", "ok", text)
+    if used <= max(_MEMORY_IN_USE, total / 20):
+        return Finding(f"gpu {index}", "ok", text)
+    remedy = f"`nvidia-smi` or `sudo fuser -v /dev/nvidia{index}` names the process"
+    return Finding(f"gpu {index}", "warn", text, remedy)
 
 
 def check_shared_memory() -> Iterator[Finding]:
@@ -117,15 +111,14 @@ def check_shared_memory() -> Iterator[Finding]:
         return
     size = psutil.disk_usage(str(folder)).total
     text = f"{size_text(size)} in {folder}"
-    if size < _SMALL_SHARED_MEMORY:
-        remedy = "`docker run --shm-size=8g ...` (or --ipc=host)"
-        text += ": NCCL and data loaders may fail with a bus error"
-        yield Finding("shared memory", "warn", text, remedy)
-    else:
+    if size >= _SMALL_SHARED_MEMORY:
         yield Finding("shared memory", "ok", text)
+        return
+    text += ": NCCL and data loaders may fail with a bus error"
+    yield Finding("shared memory", "warn", text, "`docker run --shm-size=8g ...` (or --ipc=host)")
 
 
-def check_disk(output: Path) -> Iterator[Finding]:
+def check_disk(output: Path) -> Finding:
     """Free space, and permissions, where a run would create its folder."""
     folder = output.absolute()
     while not folder.is_dir():
@@ -133,13 +126,11 @@ def check_disk(output: Path) -> Iterator[Finding]:
     quoted = shlex.quote(str(folder))
     if not os.access(folder, os.W_OK | os.X_OK):
         remedy = f"`sudo chown $USER {quoted}`, or another --output_dir"
-        yield Finding("disk", "FAIL", f"{folder} cannot be written by this user", remedy)
-        return
+        return Finding("disk", "FAIL", f"{folder} cannot be written by this user", remedy)
     free = psutil.disk_usage(str(folder)).free
     text = f"{size_text(free)} free in {folder} (the run's output)"
     if free >= _LITTLE_DISK:
-        yield Finding("disk", "ok", text)
-        return
+        return Finding("disk", "ok", text)
     text += ": a checkpoint takes 12 bytes or more per parameter"
     remedy = f"`du -xh {quoted} | sort -h | tail` lists the largest folders"
-    yield Finding("disk", "FAIL" if free < _FULL_DISK else "warn", text, remedy)
+    return Finding("disk", "FAIL" if free < _FULL_DISK else "warn", text, remedy)

@@ -7,19 +7,19 @@ import math
 import os
 import shutil
 from argparse import Namespace
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 
 from toolkit import launch
-from toolkit.data.labels import Labels
+from toolkit.data.labels import MULTI, REGRESSION, Labels
 from toolkit.data.token_files import load_split
 from toolkit.data.tokens import LengthBuckets, Split
-from toolkit.errors import UserError, first_line
+from toolkit.errors import UserError
 from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.metrics import classification_metrics
 from toolkit.evaluation.saved_model import SavedModel, training_run
+from toolkit.features.export.convert import convert
 from toolkit.pretrained import quiet_transformers
 from toolkit.utils.cache import cache_folder
 from toolkit.utils.extras import require_extra
@@ -33,7 +33,8 @@ _WEIGHTS = shutil.ignore_patterns("*.safetensors*", "*.bin*")
 def export(options: Namespace) -> None:
     """Writes the folder `options.out` atomically.
 
-    Raises UserError for a model that cannot be exported, and if too many of its answers differ.
+    Raises UserError for a model that cannot be exported, and if too many of its answers differ;
+    a model that the converter does not know is the converter's error.
     """
     out = Path(options.out)
     if os.path.lexists(out):
@@ -45,24 +46,23 @@ def export(options: Namespace) -> None:
     saved, answers = _open_model(options.model)
     splits = _cached_splits(saved, options.model)
     validation = splits["validation"]
+    calibration = splits["train"] if options.int8 else None
     saved.load(launch.make_accelerator("no"), saved.choose_max_length(None), *_BATCH)
     before = answers.adjust_logits(saved.compute_outputs(validation))
     with explain_write_errors(out), replace_folder(out) as draft, quiet_transformers():
         shutil.copytree(options.model, draft, ignore=_WEIGHTS, dirs_exist_ok=True)
-        _convert(saved, draft, options.to, splits["train"] if options.int8 else None)
+        convert(saved.model.cpu(), saved.tokenizer, draft, options.to, calibration)
         exported = SavedModel(str(draft))
         exported.load(saved.accelerator, saved.max_length, *_BATCH)
         after = answers.adjust_logits(exported.compute_outputs(validation))
         changed, result = compare(before, after, validation, answers.labels)
         if changed > options.max_changed:
-            enough = math.ceil(100 * changed - 1e-6) / 100
-            remedy = f"to accept this, pass --max_changed {enough:g}"
+            remedy = f"to accept this, pass --max_changed {math.ceil(changed)}"
             raise UserError(f"{out} was not written: {result}; {remedy}")
-        made_with = " and ".join(f"{name} {version(name)}" for name in packages)
         precision = "int8" if options.int8 else "float32"
         with (draft / "README.md").open("a", encoding="utf-8") as card:
-            card.write(f"\n## Exported\n\nThe model above in {precision} for {options.to}, made ")
-            card.write(f"with {made_with}. Compared with torch: {result}.\n")
+            card.write(f"\n## Exported\n\nThe model above in {precision} for {options.to}. ")
+            card.write(f"Compared with torch: {result}.\n")
     print(f"{result}\nwrote {out}: toolkit predict {out} FILE")
 
 
@@ -90,39 +90,26 @@ def _cached_splits(saved: SavedModel, name: str) -> dict[str, Split]:
     return {split: load_split(folder, split, saved.config) for split in ("train", "validation")}
 
 
-def _convert(saved: SavedModel, folder: Path, kind: str, calibration: Split | None) -> None:
-    """Writes the graph. Raises UserError for a model that the converter does not know."""
-    from toolkit.features.export.convert import convert
-
-    model = saved.model.cpu()
-    try:
-        convert(model, saved.tokenizer, folder, kind, calibration)
-    except Exception as error:  # each converter raises its own
-        reason = f"{type(error).__name__}: {first_line(error)[:300]}"
-        why = f"cannot take this {type(model).__name__} [{reason}]"
-        raise UserError(f"--to {kind} {why}") from error
-
-
 def compare(
     before: np.ndarray, after: np.ndarray, split: Split, labels: Labels
 ) -> tuple[float, str]:
     """Compares (N, C) scores of torch and of the exported model, whose argmax or sign is the
     answer: how many of 100 answers differ (for regression how many percent of the variance of
     torch's numbers the others do not explain), and a sentence."""
-    if labels.problem_type == "regression":
+    metric = "accuracy"
+    same = "of the answers are the same"
+    if labels.problem_type == REGRESSION:
+        metric = "mse"
+        same = "of the variance of its numbers is the same"
         spread = np.square(before - before.mean(axis=0)).sum(axis=0)
         error = np.square(after - before).sum(axis=0)
         changed = 100 * float((error / np.maximum(spread, 1e-12)).max())
-        same = "of the variance of its numbers is the same"
     else:
         differs = before.argmax(axis=1) != after.argmax(axis=1)
-        if labels.problem_type == "multi_label_classification":
+        if labels.problem_type == MULTI:
             differs = ((before > 0) != (after > 0)).any(axis=1)
         changed = 100 * float(differs.mean())
-        same = "of the answers are the same"
-    metric = "mse" if labels.problem_type == "regression" else "accuracy"
-    of_torch, of_export = (
-        classification_metrics(scores, split.labels, labels)[metric] for scores in (before, after)
-    )
+    of_torch = classification_metrics(before, split.labels, labels)[metric]
+    of_export = classification_metrics(after, split.labels, labels)[metric]
     result = f"{metric} {of_export:.4f} (torch {of_torch:.4f}), {100 - changed:.2f} % {same}"
     return changed, f"{result}, on {len(split)} rows of {split.name}"

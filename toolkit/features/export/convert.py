@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import io
 import logging
+import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,14 @@ def convert(model: Any, tokenizer: Any, folder: Path, kind: str, calibration: Sp
     texts = []
     if calibration is not None:
         texts = _texts(calibration, tokenizer, module.names)
-    with _quiet():
-        if kind == "openvino":
-            _to_openvino(module, folder / FILES[kind], texts)
-        else:
-            _to_onnx(module, folder / FILES[kind], texts)
+    write = {"openvino": _to_openvino, "onnx": _to_onnx}[kind]
+    logging.getLogger("nncf").setLevel(logging.ERROR)
+    with (
+        no_statistics(),
+        warnings.catch_warnings(action="ignore"),
+        contextlib.redirect_stdout(sys.stderr),  # NNCF's progress
+    ):
+        write(module, folder / FILES[kind], texts)
 
 
 class _LogitsOnly(torch.nn.Module):
@@ -118,12 +120,3 @@ def _to_int8(graph: Any, texts: list[dict[str, np.ndarray]]) -> Any:
         subset_size=len(texts),
         advanced_parameters=advanced.AdvancedQuantizationParameters(smooth_quant_alphas=smoothing),
     )
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences the converters."""
-    logging.getLogger("nncf").setLevel(logging.ERROR)
-    with no_statistics(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield

@@ -29,7 +29,8 @@ def export_format(folder: Path) -> str | None:
     otherwise."""
     if any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
         return None
-    return next((kind for kind, name in FILES.items() if (folder / name).is_file()), None)
+    kinds = [kind for kind, name in FILES.items() if (folder / name).is_file()]
+    return kinds[0] if kinds else None
 
 
 @contextlib.contextmanager

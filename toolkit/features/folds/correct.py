@@ -7,25 +7,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import pydantic
-
+from toolkit.data.options import reading_settings
 from toolkit.data.read import format_of, parse_json, read_file
 from toolkit.data.table import Table
 from toolkit.data.write import output_format, write_rows
 from toolkit.errors import UserError
-from toolkit.features.folds.command import reading_settings
 from toolkit.utils.files import explain_write_errors, replace_file
 
-
-class Correction(pydantic.BaseModel):
-    """A line of the file of corrections."""
-
-    id: pydantic.NonNegativeInt
-    """The row, from 0."""
-    data: str
-    """The digest of all rows, and of how they are read."""
-    cells: dict[str, Any] | None
-    """Column -> new cell; None leaves the row out."""
+Corrections = Mapping[int, dict[str, Any] | None]
+"""Row, from 0 -> its new cells by column; None leaves the row out."""
 
 
 def run(options: argparse.Namespace) -> None:
@@ -45,23 +35,24 @@ def run(options: argparse.Namespace) -> None:
     print(f"{output}: {len(table) - left_out} rows, {changed} corrected, {left_out} left out")
 
 
-def read_corrections(path: Path, table: Table) -> dict[int, dict[str, Any] | None]:
-    """Row -> its new cells, or None to leave it out. Raises UserError for corrections of other
-    rows, and for two of one row."""
+def read_corrections(path: Path, table: Table) -> Corrections:
+    """Each line of the file has the row as `id`, the digest of all rows and of how they are read as
+    `data`, and the new `cells`. Raises UserError for corrections of other rows, and for two of one
+    row."""
     corrections: dict[int, dict[str, Any] | None] = {}
     for line in parse_json(path):
-        correction = Correction.model_validate(line)
-        known = set(correction.cells or ()) <= set(table.rows.column_names)
-        if correction.data != table.digest or correction.id >= len(table) or not known:
+        row, cells = line["id"], line["cells"]
+        is_known = row < len(table) and set(cells or ()) <= set(table.rows.column_names)
+        if line["data"] != table.digest or not is_known:
             why = f"{table.name} has other content, or was read with other options"
-            raise UserError(f"{path}: id {correction.id} is of other data: {why}")
-        if correction.id in corrections:
-            raise UserError(f"{path}: id {correction.id} has two corrections: remove one")
-        corrections[correction.id] = correction.cells
+            raise UserError(f"{path}: id {row} is of other data: {why}")
+        if row in corrections:
+            raise UserError(f"{path}: id {row} has two corrections: remove one")
+        corrections[row] = cells
     return corrections
 
 
-def corrected(table: Table, corrections: Mapping[int, dict[str, Any] | None]) -> Iterator[Any]:
+def corrected(table: Table, corrections: Corrections) -> Iterator[Any]:
     """The corrected rows as pyarrow tables."""
     import pyarrow
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from toolkit.data.options import add_reading_options
 from toolkit.utils.features import Command, Feature
 
 
@@ -15,7 +16,7 @@ def _add_folds(parser: argparse.ArgumentParser) -> None:
     add("--output_dir", metavar="FOLDER", help="where to write [runs/folds-RECIPE]")
     for name in ("text_column", "text_pair", "label_column"):
         add(f"--{name}", metavar="NAME", help="as for the recipe")
-    _add_reading(parser)
+    add_reading_options(parser)
 
 
 def _add_correct(parser: argparse.ArgumentParser) -> None:
@@ -23,16 +24,7 @@ def _add_correct(parser: argparse.ArgumentParser) -> None:
     add("file", help="the labelled rows that `toolkit folds` has read")
     add("corrections", help="a file that the page of the folds has saved, or label_errors.jsonl")
     add("output", help="the file to write: CSV, TSV, JSON, JSONL or Parquet")
-    _add_reading(parser)
-
-
-def _add_reading(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--encoding", default="utf-8", metavar="NAME", help="encoding of a text file [utf-8]")
-    add("--delimiter", metavar="CHARACTER", help="delimiter of cells; default: by the suffix")
-    quoting = "none: a double quote is part of the text [csv]"
-    add("--quoting", default="csv", choices=("csv", "none"), help=quoting)
-    add("--column_names", metavar="NAMES", help="of a file without a header: label,text")
+    add_reading_options(parser)
 
 
 FEATURE = Feature(

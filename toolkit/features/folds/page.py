@@ -13,7 +13,7 @@ import pandas as pd
 from toolkit.data.table import Table
 from toolkit.errors import UserError
 from toolkit.features.folds.suspects import cells_by_label, find_suspects
-from toolkit.report.files import dumps, write_atomically
+from toolkit.report.files import write_atomically, write_lines
 from toolkit.report.record import Record
 from toolkit.report.templates import render
 
@@ -27,7 +27,8 @@ def predictions(
     record = Record.load(run)
     lines = list(record.predictions())
     if record.last.split != "validation" or not lines:
-        raise UserError(f"{run}: its predictions are not those of its validation rows")
+        why = "its last evaluation is not of the rows that it was trained without"
+        raise UserError(f"{run}: {why}: leave out --test_file")
     for line in lines:
         line["id"] = int(rows[line["id"]])
         line |= {"fold": fold, "text": texts[line["id"]]}
@@ -39,12 +40,12 @@ def write_page(folder: Path, table: Table, lines: list[dict[str, Any]], folds: i
     folds, and returns what to print."""
     records = [Record.load(folder / f"fold-{fold}") for fold in range(1, folds + 1)]
     lines.sort(key=lambda line: line["id"])
-    write_atomically(folder / "out_of_fold.jsonl", (f"{dumps(line)}\n" for line in lines))
+    write_lines(folder / "out_of_fold.jsonl", lines)
     suspects = find_suspects(lines, records[0].data)
     cells = cells_by_label(lines, suspects, table, records[0].data)
     for line in suspects:
         line |= {"data": table.digest, "cells": cells[json.dumps(line["prediction"])]}
-    write_atomically(folder / "label_errors.jsonl", (f"{dumps(line)}\n" for line in suspects))
+    write_lines(folder / "label_errors.jsonl", suspects)
     means = pd.DataFrame([record.last.single_numbers for record in records]).mean().to_dict()
     context = {
         "folder": folder.resolve().name,

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,14 +18,14 @@ import numpy as np
 from accelerate.utils import broadcast_object_list
 
 from toolkit import api
+from toolkit.data.labels import REGRESSION
 from toolkit.data.read import format_of
 from toolkit.data.table import Table
 from toolkit.data.text_files import DELIMITERS, has_utf8_mark
 from toolkit.data.tokens import Split
 from toolkit.data.write import output_format, write_rows
 from toolkit.errors import UserError, listing
-from toolkit.evaluation.answers import DECISIONS
-from toolkit.features.predict.columns import columns_of, new_columns
+from toolkit.evaluation.answers import DECISIONS, Answers, ClassAnswers
 from toolkit.features.predict.job import Job, empty_rows, sibling
 from toolkit.features.predict.parts import Parts
 from toolkit.utils.files import replace_file
@@ -44,40 +44,17 @@ def predict_file(options: Any) -> None:
     A classifier adds a prediction and probabilities, an encoder-decoder a title. `options` holds
     the arguments of `toolkit predict`. Raises UserError for a model or file that cannot be read, an
     output that exists, or a column of the file that would be overwritten."""
-    if bool(options.file) == bool(options.text):
-        raise UserError("toolkit predict needs a FILE or --text, one of them")
     if options.text:
         _print_answers(options)
-    else:
+    elif options.file:
         _predict_rows(options)
-
-
-def _predict_rows(options: Any) -> None:
-    output = _choose_output(options)
-    job = Job(options)
-    names = new_columns(job.table, job.saved.answers, options.probabilities == "all")
-    parts = Parts(output, {**job.facts, "probabilities": options.probabilities})
-    finished: dict[str, int] = {}
-    if job.accelerator.is_main_process:
-        finished = parts.open(options.overwrite)
-    finished = broadcast_object_list([finished])[0]
-    columns = f"{' and '.join(job.columns)} of the columns {listing(job.table.rows.column_names)}"
-    job.log(f"reading {columns}, at most {job.max_length} tokens of each text")
-    remaining = len(job.table) - sum(finished.values())
-    job.log(f"{remaining} of {len(job.table)} rows remain; finished parts are in {parts.folder}")
-    if remaining:
-        job.load_model()
-        _compute(job, parts, finished, names)
-    if options.shard:
-        then = "when all shards are, the same command without --shard joins them"
-        job.log(f"shard {options.shard[0]}/{options.shard[1]} is done; {then}")
-    elif job.accelerator.is_main_process:
-        _join(job, parts)
+    else:
+        raise UserError("toolkit predict needs a FILE or --text")
 
 
 def _print_answers(options: Any) -> None:
-    if options.output or options.shard:
-        raise UserError("--output and --shard have no effect with --text: give a FILE")
+    if options.file or options.output or options.shard:
+        raise UserError("--text prints its answers: leave out FILE, --output and --shard")
     answers = api.predict(
         options.model,
         options.text,
@@ -88,6 +65,34 @@ def _print_answers(options: Any) -> None:
     )
     for text, answer in zip(options.text, answers, strict=False):  # the main process has them
         print(json.dumps({"text": text, **answer}, ensure_ascii=False))
+
+
+def _predict_rows(options: Any) -> None:
+    output = _choose_output(options)
+    job = Job(options)
+    table = job.table
+    names = column_names(job.saved.answers, options.probabilities == "all")
+    existing = [name for name in names if name in table.rows.column_names]
+    if existing:
+        remedy = "rename it, nothing is overwritten"
+        raise UserError(f"{table.name} already has a column {listing(existing)}: {remedy}")
+    parts = Parts(output, {**job.facts, "probabilities": options.probabilities})
+    finished: dict[str, int] = {}
+    if job.accelerator.is_main_process:
+        finished = parts.open(options.overwrite)
+    finished = broadcast_object_list([finished])[0]
+    columns = f"{' and '.join(job.columns)} of the columns {listing(table.rows.column_names)}"
+    job.log(f"reading {columns}, at most {job.max_length} tokens of each text")
+    remaining = len(table) - sum(finished.values())
+    job.log(f"{remaining} of {len(table)} rows remain; finished parts are in {parts.folder}")
+    if remaining:
+        job.load_model()
+        _compute(job, parts, finished, names)
+    if options.shard:
+        then = "when all shards are, the same command without --shard joins them"
+        job.log(f"shard {options.shard[0]}/{options.shard[1]} is done; {then}")
+    elif job.accelerator.is_main_process:
+        _join(job, parts)
 
 
 def _choose_output(options: Any) -> Path:
@@ -105,39 +110,22 @@ def _choose_output(options: Any) -> Path:
     return output
 
 
-# --- windows of rows
-
-
-@dataclass(frozen=True)
-class Window:
-    """Rows that are tokenized, computed and written at a time."""
-
-    start: int
-    """The first row, from 0."""
-    rows: Any
-    """A pyarrow table."""
-
-    @property
-    def part(self) -> str:
-        """The name of the file with its predictions."""
-        return f"part-{self.start:010d}-{self.start + len(self.rows):010d}.parquet"
-
-
-def windows_of(table: Table) -> Iterator[Window]:
-    """All rows; the limits of the windows depend on the file alone."""
+def windows_of(table: Table) -> Iterator[tuple[str, int, Any]]:
+    """(the file name of a part, its first row from 0, its rows as a pyarrow table): the rows that
+    are tokenized, computed and written at a time. Their limits depend on the file alone."""
     import pyarrow
 
+    last = len(table.rows)
     start = 0
-    batches = []
+    rows = []
     for batch in map(pyarrow.table, table.batches()):
-        batches.append(batch)
-        rows = sum(map(len, batches))
-        if rows >= WINDOW_ROWS or sum(batch.nbytes for batch in batches) >= WINDOW_BYTES:
-            yield Window(start, pyarrow.concat_tables(batches))
-            start += rows
-            batches = []
-    if batches:
-        yield Window(start, pyarrow.concat_tables(batches))
+        rows.append(batch)
+        end = start + sum(map(len, rows))
+        size = sum(batch.nbytes for batch in rows)
+        if end - start >= WINDOW_ROWS or size >= WINDOW_BYTES or end == last:
+            yield f"part-{start:010d}-{end:010d}.parquet", start, pyarrow.concat_tables(rows)
+            start = end
+            rows = []
 
 
 # --- computing
@@ -147,46 +135,40 @@ def _compute(job: Job, parts: Parts, finished: dict[str, int], names: list[str])
     """Computes the windows of this shard whose parts are missing. One is tokenized while the one
     before it is computed. `names`: of the columns of predictions."""
     started = time.monotonic()
-    rows = 0
+    count = 0
     empty: list[int] = []
     unanswered = 0
-    for window, texts, split in in_background(_tokenized(job, finished)):
+    for part, texts, split in in_background(_tokenized(job, finished)):
         outputs = job.saved.compute_outputs(split)
-        job.saved.remove_tokens(_identity(job, window))
-        rows += len(split)
-        empty += [window.start + row for row in empty_rows(texts)]
+        job.saved.remove_tokens(f"{job.identity} {part}")
+        count += len(split)
+        empty += split.rows[empty_rows(texts)].tolist()
         if outputs is not None:
             columns = columns_of(job.saved.answers, outputs, names)
-            parts.write(window.part, columns)
-            unanswered += columns.get("prediction", []).count(None)
-    job.warn_of_empty(empty, rows)
+            parts.write(part, columns)
+            unanswered += columns[names[0]].count(None)
+    job.warn_of_empty(empty, count)
     if unanswered:
         reason = f"abstain_below in the model's {DECISIONS}"
-        job.log(f"{unanswered} of {rows} rows have no answer: {reason}")
+        job.log(f"{unanswered} of {count} rows have no answer: {reason}")
     seconds = max(time.monotonic() - started, 1e-9)
-    job.log(f"{rows} rows in {seconds:.1f} s ({rows / seconds:.0f} a second)")
+    job.log(f"{count} rows in {seconds:.1f} s ({count / seconds:.0f} a second)")
 
 
-def _tokenized(
-    job: Job, finished: dict[str, int]
-) -> Iterator[tuple[Window, list[list[str]], Split]]:
-    """(window, its texts, their tokens)."""
+def _tokenized(job: Job, finished: dict[str, int]) -> Iterator[tuple[str, list[list[str]], Split]]:
+    """(the file name of a part, the texts of its rows, their tokens)."""
     import datasets
 
     number, shards = job.options.shard or (1, 1)
-    for place, window in enumerate(windows_of(job.table)):
-        if place % shards != number - 1 or window.part in finished:
+    for place, (part, start, rows) in enumerate(windows_of(job.table)):
+        if place % shards != number - 1 or part in finished:
             continue
-        rows = Table.of(datasets.Dataset(window.rows, fingerprint="rows"), job.table.name)
-        texts = job.saved.read_texts(rows, job.columns)
-        split = job.saved.tokenize(texts, _identity(job, window))
-        ids = window.start + np.arange(len(split))
+        table = Table.of(datasets.Dataset(rows, fingerprint="rows"), job.table.name)
+        texts = job.saved.read_texts(table, job.columns)
+        split = job.saved.tokenize(texts, f"{job.identity} {part}")
+        ids = start + np.arange(len(split))
         name = f"rows {ids[0] + 1} to {ids[-1] + 1} of {len(job.table)}"
-        yield window, texts, replace(split, name=name, rows=ids)
-
-
-def _identity(job: Job, window: Window) -> str:
-    return f"{json.dumps(job.facts)} {window.part}"
+        yield part, texts, replace(split, name=name, rows=ids)
 
 
 def in_background(items: Iterator[_Item]) -> Iterator[_Item]:
@@ -196,6 +178,35 @@ def in_background(items: Iterator[_Item]) -> Iterator[_Item]:
         while (item := following.result()) is not None:
             following = thread.submit(next, items, None)
             yield item
+
+
+# --- the columns of predictions
+
+
+def column_names(answers: Answers, with_probabilities: bool) -> list[str]:
+    """`prediction`, and `probability_A` for each class A; of several numbers `prediction_A` for
+    each."""
+    names = ["prediction"]
+    if not isinstance(answers, ClassAnswers):
+        return names
+    labels = answers.labels
+    if labels.problem_type == REGRESSION:
+        if labels.size > 1:
+            return [f"prediction_{name}" for name in labels.names]
+    elif with_probabilities:
+        names += [f"probability_{name}" for name in labels.names]
+    return names
+
+
+def columns_of(answers: Answers, outputs: Any, names: list[str]) -> dict[str, list[Any]]:
+    """The columns with these names, for titles or (N, C) logits."""
+    rows = []
+    for line in answers.answers(outputs):
+        cells = line["prediction"]
+        if names[0] == "prediction":  # otherwise it is a list of numbers
+            cells = [cells, *line.get("probabilities", ())]
+        rows.append(cells)
+    return {name: [cells[place] for cells in rows] for place, name in enumerate(names)}
 
 
 # --- joining
@@ -218,9 +229,8 @@ def _join(job: Job, parts: Parts) -> None:
 
 def _joined(job: Job, parts: Parts) -> Iterator[Any]:
     schema = parts.schema()
-    for window in windows_of(job.table):
-        rows = window.rows
-        predictions = parts.read(window.part).cast(schema)
+    for part, _, rows in windows_of(job.table):
+        predictions = parts.read(part).cast(schema)
         for name in predictions.column_names:
             rows = rows.append_column(name, predictions.column(name))
         yield rows

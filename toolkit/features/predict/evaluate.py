@@ -3,26 +3,28 @@ rows."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 from toolkit.config import TaskSettings, build, flat
 from toolkit.data.tokens import Split, join_pair
 from toolkit.errors import UserError
-from toolkit.evaluation import Evaluation, Outputs, classification_metrics
+from toolkit.evaluation import Evaluation, classification_metrics
 from toolkit.evaluation.answers import ClassAnswers
-from toolkit.evaluation.saved_model import SavedModel, choose_labels
+from toolkit.evaluation.saved_model import choose_labels
 from toolkit.features.predict.job import Job, empty_rows, sibling
-from toolkit.launch.precision import autocast
 from toolkit.objective.losses import sample_losses
 from toolkit.report.files import RunFiles
 from toolkit.report.html import write_report
 from toolkit.report.record import Record
 from toolkit.report.summary import class_lines
 from toolkit.utils.features import features
-from toolkit.utils.files import explain_write_errors, replace_folder
+from toolkit.utils.files import as_json, explain_write_errors, replace_folder
 
 
 def evaluate_file(options: Any) -> None:
@@ -36,7 +38,7 @@ def evaluate_file(options: Any) -> None:
     if out.exists():
         raise UserError(f"{out} exists: remove it, or name another folder with --output_dir")
     job = Job(options, options.label_column)
-    saved, table, name = job.saved, job.table, Path(options.file).name
+    saved, table = job.saved, job.table
     if not isinstance(saved.answers, ClassAnswers):
         remedy = "the recipe that trained it evaluates a --test_file"
         raise UserError(f"{options.model} is no classifier: {remedy}")
@@ -48,12 +50,13 @@ def evaluate_file(options: Any) -> None:
     texts = saved.read_texts(table, job.columns)
     job.warn_of_empty(empty_rows(texts), len(encoded))
     job.load_model()
-    identity = json.dumps(job.facts)
-    split = replace(saved.tokenize(texts, identity), name=name, labels=encoded)
-    evaluation = _evaluate(saved, split, answers)
-    saved.remove_tokens(identity)
+    split = saved.tokenize(texts, job.identity)
+    split = replace(split, name=Path(options.file).name, labels=encoded)
+    logits = saved.compute_outputs(split)
+    saved.remove_tokens(job.identity)
     if not job.accelerator.is_main_process:
         return
+    evaluation = _evaluation(answers, split, logits)
     with explain_write_errors(out), replace_folder(out) as folder:
         lines = _write_folder(job, folder, evaluation, answers)
         rows = list(map(join_pair, *texts))
@@ -64,21 +67,22 @@ def evaluate_file(options: Any) -> None:
     print(f"  {out}/report.html, predictions.jsonl, eval.jsonl")
 
 
-def _evaluate(saved: SavedModel, split: Split, answers: ClassAnswers) -> Evaluation:
-    """As a recipe evaluates, with the plain loss: no class weights or other options of training."""
-    accelerator, model, labels = saved.accelerator, saved.model, answers.labels
-    plain = ClassAnswers(labels)
-    outputs = Outputs(accelerator, split, saved.tokenizer, saved.sizes, plain)
-    with autocast(accelerator):
-        for batch in outputs.batches(model):
-            logits = model(**batch.inputs).logits.float()  # (B, C)
-            truth = batch.labels.to(logits.device)  # another runtime computes on the CPU
-            losses = sample_losses(logits, truth, labels.problem_type)  # (B,)
-            outputs.add(accelerator.gather_for_metrics((batch.ids, logits, losses)))
-    evaluation = outputs.evaluation(classification_metrics)
-    if evaluation.compute_metrics is None:
-        return evaluation
-    return answers.evaluation(evaluation, evaluation.compute_metrics)
+def _evaluation(answers: ClassAnswers, split: Split, logits: np.ndarray) -> Evaluation:
+    """As a recipe evaluates, with the plain loss: no class weights or other options of training.
+    `logits`: (N, C)."""
+    labels = answers.labels
+    compute_metrics = partial(classification_metrics, labels=labels)
+    truth = torch.from_numpy(split.labels)
+    losses = sample_losses(torch.from_numpy(logits), truth, labels.problem_type)  # (N,)
+    numbers = {
+        "num_samples": len(split),
+        "loss": float(losses.double().mean()),
+        **compute_metrics(logits, split.labels),
+    }
+    lines = partial(ClassAnswers(labels).prediction_lines, split.rows, logits, split.labels)
+    outputs = (split, logits)
+    evaluation = Evaluation(split.name, as_json(numbers), lines, outputs, compute_metrics)
+    return answers.evaluation(evaluation, compute_metrics)
 
 
 def _write_folder(

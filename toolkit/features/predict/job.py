@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from toolkit import __version__, launch
-from toolkit.config import TextSettings
+from toolkit.data.options import reading_settings
 from toolkit.data.read import format_of, read_file
 from toolkit.errors import listing
 from toolkit.evaluation.saved_model import SavedModel, choose_columns, training_quoting
@@ -21,12 +22,8 @@ class Job:
         """`options`: the arguments of the command. Raises UserError for a model or a file that
         cannot be read, and for processes with different ones."""
         self.options = options
-        self.settings = TextSettings(
-            encoding=options.encoding,
-            delimiter=options.delimiter,
-            column_names=options.column_names,
-            quoting=options.quoting or training_quoting(options.model, options.file),
-        )
+        quoting = training_quoting(options.model, options.file)
+        self.settings = reading_settings(options, quoting=quoting)
         self.table = read_file(options.file, self.settings)
         self.saved = SavedModel(options.model)
         self.columns = choose_columns(
@@ -44,6 +41,7 @@ class Job:
             "max_length": self.max_length,
             "precision": self.accelerator.mixed_precision,
         }
+        self.identity = json.dumps(self.facts)
         launch.require_equal(self.accelerator, "the file, the model and the options", self.facts)
 
     def load_model(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import re
 import shlex
 from collections.abc import Mapping
@@ -17,7 +18,6 @@ from toolkit.report.record import Record
 from toolkit.utils.extras import require_extra
 
 _TRIALS = 20
-_PRUNE_AFTER = 4  # trials, with which others are compared
 
 
 def run(options: argparse.Namespace, words: list[str]) -> None:
@@ -92,8 +92,7 @@ def search(
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     sampler = optuna.samplers.TPESampler(seed=0)
-    pruner = optuna.pruners.MedianPruner(n_startup_trials=_PRUNE_AFTER)
-    study = optuna.create_study(sampler=sampler, pruner=pruner, direction="maximize")
+    study = optuna.create_study(sampler=sampler, direction="maximize")
     count = trials or _TRIALS
     if all(isinstance(values, CategoricalDistribution) for values in space.values()):
         grid = list(itertools.product(*(values.choices for values in space.values())))[:trials]
@@ -103,58 +102,41 @@ def search(
     names = []
     for number in range(count):
         name = f"trial-{number:03d}"
-        if run_trial(runs, name, study.ask(dict(space))):
+        trial = study.ask(dict(space))
+        value = run_trial(runs, name, trial.params)
+        if value is None:
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+        else:
+            study.tell(trial, value)
             names.append(name)
     if not names:
         raise UserError(f"no trial finished: see {runs.folder}/trial-*.log")
     return study.best_params, names
 
 
-def run_trial(runs: RecipeRuns, name: str, trial: Any) -> bool:
-    """Runs a trial, unless that is done, and tells optuna its best evaluation. Returns whether it
-    finished. Raises UserError for a run that fails before its first step, as all would: the same
-    command runs it again."""
-    from optuna import TrialPruned
-    from optuna.trial import TrialState
-
+def run_trial(runs: RecipeRuns, name: str, settings: Mapping[str, Any]) -> float | None:
+    """Runs a trial, unless that is done, and returns its best evaluation; None for one that fails.
+    Raises UserError for a run that fails before its first step, as all would: the same command runs
+    it again."""
     folder = runs.folder / name
-
-    def prune() -> None:
-        report(trial, folder)
-        if trial.should_prune():
-            raise TrialPruned
-
     try:
-        runs.run(name, trial.params, while_running=prune)
-    except TrialPruned:
-        runs.set_status(name, "pruned: worse than the median of the others at this step")
+        runs.run(name, settings)
     except UserError as error:
         if not (folder / "metrics.jsonl").exists():
             raise UserError(f"before its first step {error}") from error
         runs.set_status(name, str(error))
-    values = report(trial, folder)
-    if runs.status(name) != "finished" or not values:
+    if runs.status(name) != "finished":
         print(f"  {runs.status(name)}", flush=True)
-        trial.study.tell(trial, state=TrialState.PRUNED)
-        return False
-    print(f"  {name}: best evaluation {max(values):.4f}", flush=True)
-    trial.study.tell(trial, max(values))
-    return True
+        return None
+    value = best_evaluation(Record.load(folder))
+    print(f"  {name}: best evaluation {value:.4f}", flush=True)
+    return value
 
 
-def report(trial: Any, folder: Path) -> list[float]:
-    """Reports the evaluations so far to optuna, and returns them: `--metric_for_best_model`,
-    negated if lower is better."""
-    if not (folder / "eval.jsonl").exists():
-        return []
-    record = Record.load(folder)
+def best_evaluation(record: Record) -> float:
+    """The run's best `--metric_for_best_model`, negated if lower is better; a correlation may be
+    undefined in all evaluations."""
     best = record.best
-    reported = trial.study.trials[trial.number].intermediate_values
-    values = []
-    for line in record.training_evaluations:
-        number = line[best.metric]
-        if number is not None:
-            values.append(best.sign * number)
-            if line["step"] not in reported:
-                trial.report(values[-1], line["step"])
-    return values
+    numbers = [line[best.metric] for line in record.training_evaluations]
+    values = [best.sign * number for number in numbers if number is not None]
+    return max(values, default=-math.inf)

@@ -18,12 +18,11 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from toolkit.errors import UserError
 from toolkit.features.verify.feature import CONFIGS
 from toolkit.features.verify.numbers import (
     EVALUATION,
@@ -41,6 +40,7 @@ from toolkit.utils.children import run_child
 from toolkit.utils.files import nan_to_none
 from toolkit.utils.log import logger
 
+SAME, DIFFERENT, FAILED = "same", "NOT THE SAME", "FAILED"
 # samples, a prime number, so that a mean over micro-batches differs from a mean over samples
 _SAMPLES = 31
 _MICRO_BATCH, _OTHER_MICRO_BATCH = 3, 5
@@ -54,6 +54,7 @@ _ROUNDING = {"bf16": 1e-3, "fp16": 2e-4}
 _NORM_FACTOR = 40
 # so far may one process in bf16 or fp16 be from fp32: a gradient clipped with fp16's scale is not
 _HALF_PRECISION = {LOSS: 0.1, NORM: 0.5}
+_HEADER = f"{'run':28} {'precision':9}  {'result':12}  largest relative difference (allowed)"
 
 
 @dataclass
@@ -62,74 +63,70 @@ class Trial:
 
     name: str
     command: str
-    error: str = ""
-    precision: str = "no"
+    result: str = SAME
+    """SAME, DIFFERENT or FAILED."""
+    reason: str = ""
+    """The error of a run that failed; why a run may differ."""
+    precision: str = ""
     strategy: str = "single"
     numbers: Numbers = field(default_factory=dict)
-    """Empty after an error."""
+    """Empty if it failed."""
     differences: dict[str, float] = field(default_factory=dict)
     """Of the figures: the loss, the gradient norm, in fp32 the evaluation."""
     allowed: dict[str, float] = field(default_factory=dict)
-    reason: str = ""
-    """Why it may differ."""
 
-    @property
-    def agrees(self) -> bool:
-        within = [each <= self.allowed[name] for name, each in self.differences.items()]
-        return not self.error and all(within)
+    def fail(self, error: str) -> None:
+        self.result, self.reason = FAILED, error
 
     def compare(self, reference: Numbers, allowed: dict[str, float], reason: str) -> None:
         """`reason`: why it would differ."""
-        if self.error:
+        if self.result == FAILED:
             return
         self.allowed = allowed
         self.differences = differences(self.numbers, reference, allowed)
-        if not self.agrees:
-            self.reason = reason
+        if any(each > allowed[name] for name, each in self.differences.items()):
+            self.result, self.reason = DIFFERENT, reason
 
-    def line(self) -> str:
-        parts = []
+    def row(self) -> str:
+        cells = []
         for name, each in self.differences.items():
-            parts.append(f"{name} differs by {each:.1e} (allowed {self.allowed[name]:.1e})")
-        if not self.agrees:
-            parts.insert(0, f"ended with an error: {self.error}" if self.error else "NOT THE SAME")
-        if self.reason:
-            parts.append(f"\n    -> {self.reason}")
+            cells.append(f"{name} {each:.1e} ({self.allowed[name]:.1e})")
+        if self.result == SAME and not cells:
+            cells = ["the reference"]
         precision = self.precision.replace("no", "fp32")
-        return f"{self.name:28} {precision:4}  {'; '.join(parts)}"
+        row = f"{self.name:28} {precision:9}  {self.result:12}  {', '.join(cells)}"
+        if self.reason:
+            row += f"\n    -> {self.reason}"
+        return row
 
 
 def run(options: argparse.Namespace, words: list[str]) -> NoReturn:
-    """`words`: the command line of the recipe and of its launcher. Exits with 0, or 1 if a run
-    differs."""
-    if not Path(options.recipe).is_file():
-        remedy = "pass its path, such as recipes/cls.py"
-        raise UserError(f"there is no recipe {options.recipe}: {remedy}")
-    verification = Verification(options, [word for word in words if word != "--"])
-    trials = verification.run()
+    """`words`: the command line of the recipe and of its launcher. Prints a row when a run ends.
+    Exits with 0, or 1 if one differs or fails. Raises OSError for a recipe that cannot be read."""
     digest = digest_of_file(Path(options.recipe))
+    verification = Verification(options, [word for word in words if word != "--"])
+    trials = []
+    print(_HEADER, flush=True)
+    for trial in verification.trials():
+        print(trial.row(), flush=True)
+        trials.append(trial)
     _write_record(digest, trials)
-    faults = [trial.name for trial in trials if not trial.agrees]
-    facts = {
-        "agrees": not faults,
-        "command": shlex.join(sys.argv),
-        "digest": digest,
-        "runs": [asdict(trial) | {"agrees": trial.agrees} for trial in trials],
-    }
+    verdicts = []
+    for result in (DIFFERENT, FAILED):
+        names = [trial.name for trial in trials if trial.result == result]
+        if names:
+            verdicts.append(f"{result}: {', '.join(names)}")
     path = verification.folder / "verify.json"
+    facts = {"agrees": not verdicts, "digest": digest, "runs": [asdict(trial) for trial in trials]}
     text = json.dumps(nan_to_none(facts), indent=1, ensure_ascii=False)
     path.write_text(f"{text}\n", encoding="utf-8")
-    verdict = "the same training everywhere"
-    if faults:
-        verdict = f"NOT THE SAME everywhere: {', '.join(faults)}"
-    lines = [trial.line() for trial in trials]
-    print("\n".join(["", *lines, "", f"{verdict} ({path})"]), flush=True)
-    sys.exit(bool(faults))
+    print(f"\n{'; '.join(verdicts) or 'the same training everywhere'} ({path})", flush=True)
+    sys.exit(bool(verdicts))
 
 
 def _write_record(digest: str, trials: Sequence[Trial]) -> None:
     """Records the strategies of which all runs agree, if those of one process do, and no others."""
-    disagree = {trial.strategy for trial in trials if not trial.agrees}
+    disagree = {trial.strategy for trial in trials if trial.result != SAME}
     for strategy in {trial.strategy for trial in trials}:
         path = record_path(digest, strategy)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -159,91 +156,94 @@ class Verification:
         exact = options.tolerance
         self.exact = {LOSS: exact, NORM: _FP32_NORM_FACTOR * exact, EVALUATION: exact}
 
-    def run(self) -> list[Trial]:
+    def trials(self) -> Iterator[Trial]:
+        """Runs one after another; without its reference nothing else is run."""
         one = self._trial("one-process")
-        if one.error:
-            return [one]
+        yield one
+        if one.result == FAILED:
+            return
         random = self._trial("other-randomness", randomness=1)
         reason = "it draws random numbers: remove them, or derive them from batch.ids"
         random.compare(one.numbers, self.exact, reason)
+        yield random
         sizes = self._trial("other-micro-batches", per_device_batch_size=_OTHER_MICRO_BATCH)
         reason = "the loss or the gradient of a sample depends on its micro-batch"
         sizes.compare(one.numbers, self.exact, reason)
-        trials = [one, random, sizes]
+        yield sizes
         for config in self.configs:
-            trials += self._under_config(config, one)
+            yield from self._under_config(config, one)
         if self.options.mixed_precision != "no":
-            trials += self._in_half_precision(one)
-        return trials
+            yield from self._in_half_precision(one)
 
-    def _under_config(self, config: str, one: Trial) -> list[Trial]:
+    def _under_config(self, config: str, one: Trial) -> Iterator[Trial]:
         """A run in fp32, and one that resumes from its checkpoint."""
         name = Path(config).stem
-        launch = ["--config_file", config, *self.launch]
-        trial = self._trial(name, launch, checkpoint_every=self.middle)
+        trial = self._trial(name, config, checkpoint_every=self.middle)
         reason = "if the runs above agree, it depends on the number of processes or on shards"
         trial.compare(one.numbers, self.exact, reason)
-        if trial.error:
-            return [trial]
+        yield trial
+        if trial.result == FAILED:
+            return
         checkpoints = self.folder / name / "checkpoints"
         source = checkpoints / f"step-{self.middle:08d}"
-        resumed = self._trial(f"{name}-resumed", launch, after=self.middle, resume=source)
+        resumed = self._trial(f"{name}-resumed", config, after=self.middle, resume=source)
         reason = "no checkpoint has all that it changes: accelerator.register_for_checkpointing"
         resumed.compare(numbers_of(self.folder / name, self.middle), self.exact, reason)
+        yield resumed
         shutil.rmtree(checkpoints, ignore_errors=True)
-        return [trial, resumed]
 
-    def _in_half_precision(self, one: Trial) -> list[Trial]:
+    def _in_half_precision(self, one: Trial) -> Iterator[Trial]:
+        """In the precision that the option names, or that `auto` chooses here if it is not fp32."""
         precision = self.options.mixed_precision
         reference = self._trial("one-process-half", mixed_precision=precision)
-        if reference.precision == "no" and not reference.error:  # chosen by "auto"
-            return []
         reason = "losses, gradients or weights are used in 16 bits, or with fp16's loss scale"
         reference.compare(one.numbers, _HALF_PRECISION, reason)
-        trials = [reference]
-        if reference.error:
-            return trials
+        yield reference
+        if reference.precision not in _ROUNDING:
+            return
         apart = reference.differences
         apart_in_loss = max(apart[LOSS], apart[NORM] / _NORM_FACTOR)
         limit = max(_ROUNDING[reference.precision], _MARGIN * apart_in_loss)
         limits = {LOSS: limit, NORM: _NORM_FACTOR * limit}
         for config in self.configs:
-            launch = ["--config_file", config, *self.launch]
-            trial = self._trial(f"{Path(config).stem}-half", launch, mixed_precision=precision)
+            name = f"{Path(config).stem}-half"
+            trial = self._trial(name, config, mixed_precision=precision)
             reason = "weights, or sums of gradients, are in 16 bits under this strategy"
             trial.compare(one.numbers, limits, reason)
-            trials.append(trial)
-        return trials
+            yield trial
 
     def _trial(
         self,
         name: str,
-        launch: Sequence[str] = (),
+        config: str = "",
         randomness: int = 0,
         after: int = 0,
         **settings: Any,
     ) -> Trial:
-        """Runs the recipe, with these settings. Its numbers are of the steps after `after`."""
+        """Runs the recipe under a config, or in one process, with these settings. Its numbers are
+        of the steps after `after`."""
         folder = self.folder / name
-        command = [self.options.recipe, *self._words(folder, settings), *launch]
+        command = [self.options.recipe, *self._words(folder, settings)]
+        if config:
+            command += ["--config_file", config, *self.launch]
         trial = Trial(name, shlex.join([sys.executable, *command]))
-        logger.info(f"{name}: running")
-        variables = {OTHER_RANDOMNESS: str(randomness), "ACCELERATE_DEBUG_MODE": "1"}
         log = self.folder / f"{name}.log"
-        trial.error = run_child(command, log, variables, seconds=self.options.time_limit)
-        if trial.error:
-            return trial
-        if not (folder / "metrics.jsonl").exists():
-            trial.error = f"it wrote no {folder}/metrics.jsonl: loop over `run.steps`"
-            return trial
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-        trial.precision = config["world"]["mixed_precision"]
-        trial.strategy = config["strategy"]
-        trial.numbers = numbers_of(folder, after)
-        shutil.rmtree(folder / "model", ignore_errors=True)  # saves disk space
+        logger.info(f"{name}: running, its output is in {log}")
+        variables = {OTHER_RANDOMNESS: str(randomness), "ACCELERATE_DEBUG_MODE": "1"}
+        error = run_child(command, log, variables, seconds=self.options.time_limit)
+        if error:
+            trial.fail(error)
+        elif not (folder / "metrics.jsonl").exists():
+            trial.fail(f"it wrote no {folder}/metrics.jsonl: loop over `run.steps`")
+        else:
+            facts = json.loads((folder / "config.json").read_text("utf-8"))
+            trial.precision = facts["world"]["mixed_precision"]
+            trial.strategy = facts["strategy"]
+            trial.numbers = numbers_of(folder, after)
+            shutil.rmtree(folder / "model", ignore_errors=True)  # saves disk space
         return trial
 
-    def _words(self, folder: Path, settings: dict[str, Any]) -> list[str]:
+    def _words(self, folder: Path, settings: Mapping[str, Any]) -> list[str]:
         """The recipe's command line, with the settings of a trial."""
         steps = self.options.max_steps
         common = {
@@ -260,6 +260,6 @@ class Verification:
         if any(word.split("=")[0] == "--global_batch_size" for word in self.words):
             del common["global_batch_size"]
         words = list(self.words)
-        for name, value in (common | settings).items():
+        for name, value in {**common, **settings}.items():
             words += [f"--{name}", str(value)]
         return words
