@@ -32,7 +32,7 @@ if not Path(options.get("needs", ".")).exists():
 (folder / "checkpoints/step-1").mkdir(parents=True, exist_ok=True)
 (folder / "checkpoints/step-1/state.json").touch()
 kind = "single_label_classification"
-data = {"problem_type": kind, "labels": ["a", "b"], "digest": "d"}
+data = {"problem_type": kind, "labels": ["a", "b"], "digest": "d", "metric_for_best_model": "f1_macro"}
 def write(name, mode, **content):
     with (folder / name).open(mode) as file:
         file.write(json.dumps(content) + "\\n")
