@@ -21,7 +21,6 @@ METRICS = {
     "f1_micro": "F1 (micro)",
     "f1_weighted": "F1 (weighted)",
     "ece": "Expected calibration error",
-    "brier": "Brier score",
     "mse": "Mean squared error",
     "mae": "Mean absolute error",
     "pearson": "Pearson correlation",
