@@ -222,7 +222,9 @@ def main() -> None:
     PackedCollator.prepare_model = in_mode(PackedCollator.prepare_model)  # type: ignore[method-assign]
     allow_flex_attention()
     # beam search synchronizes after each token
-    Writer.write = lambda writer, encoded, mask: mask.new_zeros(len(mask), writer.max_new_tokens)  # type: ignore[method-assign]
+    Writer.write = lambda writer, encoded: (  # type: ignore[method-assign]
+        encoded["attention_mask"].new_zeros(len(encoded["attention_mask"]), writer.max_new_tokens)
+    )
     vars(toolkit)["load_classifier"] = on_device(toolkit.load_classifier)
     for package, load in ((titles, "load_title_model"), (pretraining, "load_masked_model")):
         vars(package)[load] = on_device(getattr(package, load))

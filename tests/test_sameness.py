@@ -46,7 +46,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "long recomputed": (DDP, ZERO3),
     "long by tokens": (DDP, ZERO3),
     **dict.fromkeys(KINDS, (DDP,)),
-    "title": (ZERO3,),  # and ZeRO-2 in tests/features/titles
+    "title": (ZERO2, ZERO3),
     "pretraining": (DDP, ZERO3, FSDP2),
     "pretraining bigbird": (DDP, FSDP2),
 }

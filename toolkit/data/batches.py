@@ -221,10 +221,16 @@ class Collator:
     def __call__(self, indices: np.ndarray) -> Batch:
         """An empty micro-batch becomes one padding sample, so that every rank takes part in the
         collectives."""
+        if len(indices):
+            return self.collate(indices)
+        batch = self.collate(np.zeros(1, np.int64))
+        no_weights = torch.zeros_like(batch.weights)
+        no_ids = torch.full_like(batch.ids, -1)
+        return replace(batch, weights=no_weights, ids=no_ids, samples=0, tokens=0)
+
+    def collate(self, indices: np.ndarray) -> Batch:
+        """The batch of at least one sample."""
         split = self.split
-        is_empty = len(indices) == 0
-        if is_empty:
-            indices = np.zeros(1, np.int64)
         lengths = split.lengths[indices]
         types = split.token_types
         if types is not None:
@@ -232,7 +238,7 @@ class Collator:
         weights = np.ones(len(indices), np.float32)
         if split.weights is not None:
             weights = split.weights[indices]
-        batch = Batch(
+        return Batch(
             inputs=self.inputs(split.gather(split.input_ids, indices), lengths, types),
             labels=self.move(split.labels[indices]),
             weights=self.move(weights),
@@ -241,11 +247,6 @@ class Collator:
             tokens=int(lengths.sum()),
             columns={name: self.move(values[indices]) for name, values in split.columns.items()},
         )
-        if not is_empty:
-            return batch
-        no_weights = torch.zeros_like(batch.weights)
-        no_ids = torch.full_like(batch.ids, -1)
-        return replace(batch, weights=no_weights, ids=no_ids, samples=0, tokens=0)
 
     def inputs(
         self, tokens: np.ndarray, lengths: np.ndarray, types: np.ndarray | None

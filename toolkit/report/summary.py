@@ -102,13 +102,12 @@ def _file_lines(run: Run, split: str) -> list[str]:
 
 
 def _next_command(run: Run) -> list[str]:
-    """That of the targets, or after a demo the same recipe on the user's data."""
-    command = run.data.targets.next_command(run.settings, run.folder.path)
-    if command is None and is_demo(run.settings):
-        words = ["python", sys.argv[0]]
-        config_file = launch.launch_info()["config_file"]
-        if config_file:
-            words += ["--config_file", config_file]
-        model = "--model_name_or_path bert-base-chinese"
-        command = f"{shlex.join(words)} --train_file YOUR_FILE.csv {model}"
-    return ["next:", f"  {command}"] if command else []
+    """After a demo the same recipe on the user's data."""
+    if not is_demo(run.settings):
+        return []
+    words = ["python", sys.argv[0]]
+    config_file = launch.launch_info()["config_file"]
+    if config_file:
+        words += ["--config_file", config_file]
+    model = "--model_name_or_path bert-base-chinese"
+    return ["next:", f"  {shlex.join(words)} --train_file YOUR_FILE.csv {model}"]

@@ -14,10 +14,7 @@ from toolkit.data.encode import encode_blocks, save_texts, save_tokens
 from toolkit.data.table import Table, TextBlock
 from toolkit.data.targets import Targets
 from toolkit.data.tokens import Split, gather_slices, read_lines
-from toolkit.errors import UserError
 from toolkit.utils.extras import require_extra
-
-USUAL = ("title", "summary", "headline", "highlights", "heading", "标题", "题目", "摘要")
 
 
 class TitleCollator(Collator):
@@ -25,12 +22,10 @@ class TitleCollator(Collator):
 
     split: TitleSplit
 
-    def __call__(self, indices: np.ndarray) -> Batch:
+    def collate(self, indices: np.ndarray) -> Batch:
         """`labels` (B, T) are `decoder_input_ids` (B, T) shifted by one token, IGNORED after the
         end of a title."""
-        batch = super().__call__(indices)
-        if not len(indices):
-            indices = np.zeros(1, np.int64)
+        batch = super().collate(indices)
         titles, lengths = gather_slices(self.split.target_ids, self.split.target_offsets, indices)
         first = lengths.cumsum() - lengths
         last = lengths.cumsum() - 1
@@ -70,7 +65,16 @@ class Titles(Targets):
     """Predicted tokens, including the end token; longer titles are truncated."""
 
     column_setting = "title_column"
-    usual_columns = USUAL
+    usual_columns = (
+        "title",
+        "summary",
+        "headline",
+        "highlights",
+        "heading",
+        "标题",
+        "题目",
+        "摘要",
+    )
     split_class = TitleSplit
     pipeline_tag = "summarization"
 
@@ -94,14 +98,11 @@ class Titles(Targets):
 
     @classmethod
     def find(cls, settings: Any, table: Table, text_column: str) -> Titles:
-        columns = table.find_columns(settings.data.title_column, USUAL, "title_column")
+        columns = table.find_columns(settings.data.title_column, cls.usual_columns, "title_column")
         texts = table.columns_of(text_column)
-        if len(columns) != 1:
+        if len(columns) != 1 or columns[0] in texts:
             others = [name for name in table.rows.column_names if name not in texts]
             raise table.ambiguous_column("title", "title_column", others)
-        if columns[0] in texts:
-            why = f"column {columns[0]!r} cannot be both text and title"
-            raise UserError(f"{table.name}: {why}: name --text_column and --title_column")
         return cls(columns[0], settings.data.max_target_length)
 
     def missing(self, table: Table) -> np.ndarray:
