@@ -41,7 +41,8 @@ def main() -> None:
     for step in run.steps(evaluate):  # resumes; logs, evaluates and saves when due
         for batch in step.micro_batches(model):  # this process's part of the global batch
             logits = model(**batch.inputs).logits  # (B, K, V), of the masked tokens
-            losses = toolkit.token_losses(logits, batch.labels)  # (B,): each text's sum
+            # (B,): each text's sum
+            losses = toolkit.token_losses(logits, batch.labels, training.label_smoothing_factor)
             # its share of the mean over the masked tokens of the global batch
             accelerator.backward(step.mean(losses))
         step.grad_norm = accelerator.clip_grad_norm_(model.parameters(), training.clip_norm)

@@ -47,9 +47,9 @@ def main() -> None:
         outputs = run.outputs(split)
         writer = titles.Writer(accelerator, model)
         for batch in outputs.batches(model):  # each text once; no dropout, no gradients
-            encoded, mask = writer.encode(batch)  # once, for the loss and the search
-            losses = losses_of(writer.logits(batch, encoded, mask), batch.labels)  # (B,)
-            written = writer.write(encoded, mask)  # (B, T)
+            encoded = writer.encode(batch)  # once, for the loss and the search
+            losses = losses_of(writer.logits(batch, encoded), batch.labels)  # (B,)
+            written = writer.write(encoded)  # (B, T)
             outputs.add(accelerator.gather_for_metrics((batch.ids, losses, written)))
         segmenter = settings.generation.rouge_segmenter
         compute_metrics = partial(titles.title_metrics, segmenter=segmenter)

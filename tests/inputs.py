@@ -15,6 +15,14 @@ from filelock import FileLock
 _PIECES = "abcdefghijklmnopqrstuvwxyz0123456789"
 _WORDS = "good bad film book very the and not room price service story dull fine"
 _LABEL_WORDS = ("good", "bad", "film", "book", "very", "room", "dull", "fine", "price", "story")
+CHINESE = [
+    ("华为发布新手机", "华为公司今天在北京发布新手机,公司表示新手机的价格没有变化,市场反应很好。"),
+    ("北京市场价格上涨", "北京市场的价格今天上涨,专家表示价格上涨的原因是天气变化,市民反应不大。"),
+    ("公司增加投资", "公司今天表示增加投资,新的投资在上海市场,专家认为公司的发展很好。"),
+    ("专家认为经济发展很好", "专家今天在北京表示,中国经济发展很好,市场没有大的变化,投资增加。"),
+    ("新手机价格没有变化", "公司发布的新手机价格没有变化,市场反应不大,市民认为价格很好。"),
+]
+"""Titles of news, and texts."""
 _CHINESE = "的是不好很坏书店酒房间电影我他在有一了服务差小大看買賣"
 
 

@@ -27,7 +27,7 @@ FAST_WAYS: dict[str, tuple[str, ...]] = {
     name: (DDP, FSDP2) if place % 2 else (ZERO2, ZERO3) for place, name in enumerate(JOBS)
 }
 FAST_WAYS |= {
-    "plain": EVERYWHERE, "few": (), "several labels": (), "long": (), "title": (ZERO3,), "momentum": (ZERO3,),
+    "plain": EVERYWHERE, "few": (), "several labels": (), "long": (), "title": (ZERO2, ZERO3), "momentum": (ZERO3,),
     "all frozen": (FSDP2,), "two terms": (FSDP2,), "adafactor": (DDP,), **dict.fromkeys(KINDS, (DDP,)),
     "padding-free sampling": (DDP,), "padding-free lora recomputed": (ZERO3,), "padding-free two terms": (ZERO3,),
 }  # fmt: skip

@@ -12,7 +12,7 @@ from toolkit.data.labels import Labels
 from toolkit.evaluation import Evaluation
 
 TITLES = {"loss": 2.5, "rouge1": 0.41, "rouge2": 0.2, "rougeL": 0.35, "rouge_segmenter": "jieba"}
-STATE = {"accuracy": 0.75, "ece": 0.2, "brier": 0.3}
+STATE = {"accuracy": 0.75, "ece": 0.2}
 DECISIONS = {"temperature": 1.5, "thresholds": {}, "abstain_below": 0.6, "answered": 10, "accuracy_of_answered": 0.9,
              "before": STATE, "after": STATE | {"ece": 0.1}}  # fmt: skip
 SETTINGS = {"model_name_or_path": "demo:minilm", "dataset_name": None, "train_file": "数据/train<1>.csv",

@@ -49,11 +49,6 @@ class Targets:
         return Collator
 
     @classmethod
-    def next_command(cls, settings: Any, folder: Path) -> str | None:
-        """The command printed below `next:` when the run in `folder` has ended; None: the usual."""
-        return None
-
-    @classmethod
     def check(cls, settings: Any, tokenizer: Any) -> None:
         """Raises UserError for a tokenizer that cannot encode them."""
 

@@ -34,13 +34,11 @@ def value(criterion: str, truth: np.ndarray, guess: np.ndarray) -> float:
 def test_no_threshold_is_better(criterion: str) -> None:
     generator = np.random.default_rng(3)
     truth = generator.random(200) < 0.3
-    chances = np.round(
-        np.clip(generator.normal(0.3 + 0.3 * truth, 0.2), 0.01, 0.99), 2
-    )  # with many ties
+    scores = generator.normal(0.3 + 0.3 * truth, 0.2)
+    chances = np.round(np.clip(scores, 0.01, 0.99), 2)  # with many ties
     tuned = best_threshold(truth, chances, criterion)
-    best = max(
-        value(criterion, truth, chances > threshold) for threshold in np.arange(-0.005, 1, 0.01)
-    )
+    thresholds = np.arange(-0.005, 1, 0.01)
+    best = max(value(criterion, truth, chances > threshold) for threshold in thresholds)
     assert value(criterion, truth, chances > tuned) == best
     assert value(criterion, truth, chances > 0.5) < best
     assert best_threshold(np.zeros(9, bool), np.linspace(0.1, 0.9, 9), criterion) == 0.5
@@ -58,66 +56,52 @@ def test_a_fitted_temperature_is_the_one_applied_and_lowers_the_error() -> None:
         before = calibration_error(Decisions(labels).probabilities(logits), truth)
         after = calibration_error(Decisions(labels, 3.0).probabilities(logits), truth)
         assert after["ece"] < 0.03 < 0.1 < before["ece"]
-        assert after["brier"] < before["brier"]
+
+
+def test_the_error_of_a_few_probabilities_by_hand() -> None:
+    error = calibration_error(np.array([[0.9, 0.1], [0.2, 0.8], [0.84, 0.16]]), np.array([0, 0, 0]))
+    # 0.8 and 0.84 share a bin of 1/15
+    assert error["ece"] == pytest.approx((0.1 + abs(0.8 + 0.84 - 1)) / 3)
 
 
 def tune_on(truth: np.ndarray, logits: np.ndarray, **settings: Any) -> tuple[Decisions, list[str]]:
     rows = np.arange(len(truth))
     split = Split("validation", Path(), np.zeros(0, np.int32), rows, truth, rows)
-    return tune(
-        DecisionSettings(**settings), TWO, Evaluation("validation", {}, None, (split, logits))
-    )
+    evaluation = Evaluation("validation", {}, None, (split, logits.astype(np.float32)))
+    return tune(DecisionSettings(**settings), TWO, evaluation)
 
 
 def test_without_mistakes_there_is_nothing_to_calibrate_on() -> None:
-    logits = np.array([[2, 0], [0, 2]] * 20, np.float32)
+    logits = np.array([[2, 0], [0, 2]] * 20)
     assert tune_on(np.array([0, 1] * 20), logits, calibrate=True)[0].temperature == 1
 
 
-@pytest.mark.parametrize(
-    ("positives", "warns"), [(9, True), (10, False), (30, False), (31, True), (40, True)]
-)
+@pytest.mark.parametrize(("positives", "warns"), [(9, True), (10, False), (30, False), (31, True)])
 def test_a_threshold_from_few_rows_is_a_warning(positives: int, warns: bool) -> None:
     truth = (np.arange(40) < positives).astype(np.int64)
-    logits = np.stack([np.zeros(40), np.linspace(2, -2, 40)], axis=1).astype(np.float32)
+    logits = np.stack([np.zeros(40), np.linspace(2, -2, 40)], axis=1)
     decisions, notes = tune_on(truth, logits, tune_thresholds="f1")
     assert ["threshold of pos" in line for line in notes] == [True] * warns
     assert set(decisions.thresholds) == {"pos"}
 
 
-def test_the_error_of_a_few_probabilities_by_hand() -> None:
-    error = calibration_error(np.array([[0.9, 0.1], [0.2, 0.8], [0.84, 0.16]]), np.array([0, 0, 0]))
-    assert error["ece"] == pytest.approx(
-        (0.1 + abs(0.8 + 0.84 - 1)) / 3
-    )  # 0.8 and 0.84 share a bin of 1/15
-    assert error["brier"] == pytest.approx((0.02 + 1.28 + 2 * 0.16**2) / 3)
-
-
 def test_answers_follow_the_thresholds() -> None:
     logits = np.random.default_rng(5).normal(0, 2, (500, 2)).astype(np.float32)
     decisions = Decisions(TWO, 1.7, {"pos": 0.3}, 0.6)
-    chances, guess = decisions.probabilities(logits), decisions.adjust_logits(logits).argmax(axis=1)
-    assert (guess == (chances[:, 1] > 0.3)).all()
-    expected = [
-        TWO.names[c] if row[c] >= 0.6 else None for c, row in zip(guess, chances, strict=True)
-    ]
-    assert [line["prediction"] for line in decisions.answers(logits)] == expected
+    answers = [line["prediction"] for line in decisions.answers(logits)]
+    for answer, (neg, pos) in zip(answers, decisions.probabilities(logits), strict=True):
+        name, chance = ("pos", pos) if pos > 0.3 else ("neg", neg)
+        assert answer == (name if chance >= 0.6 else None)
     logits = np.random.default_rng(6).normal(0, 2, (500, 3)).astype(np.float32)
     decisions = Decisions(SEVERAL, 0.8, {"x": 0.9, "z": 0.1})
-    above = decisions.probabilities(logits) > np.array([0.9, 0.5, 0.1])
-    several = [
-        [name for name, is_above in zip("xyz", row, strict=True) if is_above] for row in above
-    ]
-    assert [line["prediction"] for line in decisions.answers(logits)] == several
+    answers = [line["prediction"] for line in decisions.answers(logits)]
+    for answer, chances in zip(answers, decisions.probabilities(logits), strict=True):
+        above = chances > np.array([0.9, 0.5, 0.1])
+        assert answer == [name for name, is_above in zip("xyz", above, strict=True) if is_above]
 
 
 def written(folder: Path, **changed: Any) -> str:
-    content = {
-        "labels": ["neg", "pos"],
-        "temperature": 2.0,
-        "thresholds": {"pos": 0.3},
-        "abstain_below": None,
-    }
+    content = {"labels": ["neg", "pos"], "temperature": 2.0, "thresholds": {"pos": 0.3}}
     (folder / "decisions.json").write_text(json.dumps(content | changed))
     return str(folder)
 
@@ -132,13 +116,9 @@ def test_the_file_of_a_model_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"temperature": 0}, "temperature"),
         ({"temperature": 1e-300}, "temperature"),  # whose answers were nan
-        ({"temperature": 10**400}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
-        ({"temperature": "hot"}, "temperature"),
         ({"thresholds": {"pos": 1.5}}, "thresholds"),
-        ({"thresholds": [0.5]}, "thresholds"),
         ({"thresholds": {"good": 0.5}}, "unknown labels: good"),
         ({"labels": ["bad", "good"]}, "for bad, good, not neg, pos"),
         ({"abstain_below": True}, "abstain_below"),
@@ -146,16 +126,6 @@ def test_the_file_of_a_model_is_read(tmp_path: Path) -> None:
 )
 def test_a_damaged_file_is_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
     refusal(saved_decisions, written(tmp_path, **changed), TWO, says=["decisions.json", message])
-
-
-@pytest.mark.parametrize(("labels", "changed"), [(NUMBER, {}), (SEVERAL, {"abstain_below": 0.7})])
-def test_decisions_that_do_not_fit_the_labels(
-    labels: Labels, changed: dict[str, Any], tmp_path: Path
-) -> None:
-    """Numbers would be divided by the temperature."""
-    file = written(tmp_path, labels=list(labels.names), thresholds={}, **changed)
-    name = "abstain_below" if changed else "calibrate"
-    refusal(saved_decisions, file, labels, says=["decisions.json", f"{name} is for"])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests import inputs
@@ -35,18 +34,12 @@ def teacher() -> Path:
 def make_teacher(folder: Path) -> None:
     """A tiny classifier whose answers depend on the text, with its classes in another order than the data's."""
     torch.manual_seed(5)
-    model = AutoModelForSequenceClassification.from_pretrained(
-        inputs.sharp_model(), num_labels=2
-    ).eval()
+    model = AutoModelForSequenceClassification.from_pretrained(inputs.sharp_model(), num_labels=2)
     tokenizer = AutoTokenizer.from_pretrained(inputs.tiny_model())
-    texts = tokenizer(
-        list(pd.read_csv(inputs.reviews())["text"][:50]),
-        padding=True,
-        truncation=True,
-        return_tensors="pt",
-    )
+    texts = list(pd.read_csv(inputs.reviews())["text"][:50])
+    encoded = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
     with torch.no_grad():
-        logits = model(**texts).logits
+        logits = model.eval()(**encoded).logits
         model.classifier.weight *= 3 / logits.std(dim=0)[:, None]
         model.classifier.bias -= logits.mean(dim=0) * 3 / logits.std(dim=0)
     model.config.id2label, model.config.label2id = {0: "pos", 1: "neg"}, {"pos": 0, "neg": 1}
@@ -60,41 +53,24 @@ JOB = [*TINY, "--train_file", inputs.reviews, "--per_device_batch_size", 4, "--g
        1]  # fmt: skip
 
 
-@pytest.fixture
-def add_logits(
-    no_launcher: None, toolkit_cache: Path, teacher: Path, reviews: Path, tiny_model: Path
-) -> Any:
-    """Accelerator -> (data with the teacher's logits, tokenizer)."""
-    options = {
-        "model_name_or_path": str(tiny_model),
-        "train_file": str(reviews),
-        "teacher": str(teacher),
-    }
-    settings = build(TaskSettings, options)
+def test_each_row_has_the_teachers_logits_matched_by_class_name(
+    accelerator: Any, toolkit_cache: Path, teacher: Path, reviews: Path, tiny_model: Path
+) -> None:
+    names = {"model_name_or_path": tiny_model, "train_file": reviews, "teacher": teacher}
+    settings = build(TaskSettings, {name: str(value) for name, value in names.items()})
     tokenizer = load_tokenizer(settings.model)
     data = prepare_data(settings, tokenizer, load_config(settings.model))
-    return lambda accelerator: (
-        add_teacher_logits(accelerator, settings, options["teacher"], data, tokenizer),
-        tokenizer,
-    )
-
-
-def test_each_row_has_the_teachers_logits_matched_by_class_name(
-    add_logits: Any, teacher: Path, reviews: Path
-) -> None:
-    data, tokenizer = add_logits(Accelerator(cpu=True))
+    data = add_teacher_logits(accelerator, settings, str(teacher), data, tokenizer)
     logits_of_rows = data.train.columns["teacher"]
     model = AutoModelForSequenceClassification.from_pretrained(teacher).eval()
     texts = pd.read_csv(reviews)["text"]
-    assert logits_of_rows is not None
+    assert data.labels.names == ("neg", "pos")
     assert len(logits_of_rows) == len(data.train)
     for place in (0, 17, len(logits_of_rows) - 1):
-        encoded = tokenizer(
-            texts[int(data.train.rows[place])], truncation=True, max_length=131, return_tensors="pt"
-        )
+        text = texts[int(data.train.rows[place])]
+        encoded = tokenizer(text, truncation=True, max_length=131, return_tensors="pt")
         with torch.no_grad():
             pos, neg = model(**encoded).logits[0].tolist()
-        assert data.labels.names == ("neg", "pos")
         assert logits_of_rows[place].tolist() == pytest.approx([neg, pos], rel=1e-4, abs=1e-4)
 
 
@@ -135,23 +111,15 @@ def test_unsuitable_teachers(
     teacher: Path, tiny_model: Path, tiny_job: list[str], tmp_path: Path
 ) -> None:
     data = [*tiny_job, "--max_steps", 1, "--output_dir", tmp_path / "run"]
-    for name in ("names", "tokens"):
-        shutil.copytree(teacher, tmp_path / name)
-    edit_json(
-        tmp_path / "names/config.json",
-        id2label={0: "good", 1: "neg"},
-        label2id={"good": 0, "neg": 1},
-    )
-    AutoTokenizer.from_pretrained(teacher, do_lower_case=False).save_pretrained(tmp_path / "tokens")
+    names, tokens = tmp_path / "names", tmp_path / "tokens"
+    for copy in (names, tokens):
+        shutil.copytree(teacher, copy)
+    labels = {"id2label": {0: "good", 1: "neg"}, "label2id": {"good": 0, "neg": 1}}
+    edit_json(names / "config.json", **labels)
+    AutoTokenizer.from_pretrained(teacher, do_lower_case=False).save_pretrained(tokens)
     for unsuitable, message in (
-        (
-            tmp_path / "names",
-            "has good, neg (single_label_classification), and the data have neg, pos",
-        ),
-        (
-            tmp_path / "tokens",
-            "tokenizes texts differently (tokens or token types) than the student",
-        ),
+        (names, "has good, neg (single_label_classification), and the data have neg, pos"),
+        (tokens, "tokenizes texts differently (tokens or token types) than the student"),
         (tiny_model, f"--teacher {tiny_model}"),
         (tmp_path / "no", "cannot be loaded"),
     ):
@@ -180,9 +148,8 @@ def test_a_model_of_fewer_layers_loads_as_it_was_saved(name: str, tmp_path: Path
     settings = ModelSettings(model_name_or_path=str(tmp_path / "base"), num_hidden_layers=1)
     fewer = load_classifier(settings, LABELS, 1).eval()
     fewer.save_pretrained(tmp_path / "saved")
-    again, loading = AutoModelForSequenceClassification.from_pretrained(
-        tmp_path / "saved", output_loading_info=True
-    )
+    auto = AutoModelForSequenceClassification
+    again, loading = auto.from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not any(loading.values())
     ids = torch.arange(5, 21)[None]
     torch.testing.assert_close(fewer(ids).logits, again.eval()(ids).logits)

@@ -35,25 +35,10 @@ Models = Callable[..., tuple[Any, Any]]
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory, reviews: Path) -> Path:
-    """120 pairs of texts of uneven length, with uneven classes."""
-    table = pd.read_csv(reviews).head(120)
-    table["text"] = [text[: 20 + 7 * (place % 13)] for place, text in enumerate(table["text"])]
-    table["other"] = table["text"].iloc[::-1].tolist()
-    path = tmp_path_factory.mktemp("rows") / "rows.csv"
-    table[["text", "other", "label"]].to_csv(path, index=False, header=["review", "other", "label"])
-    return path
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Callable[[str], Path]:
-    folder, texts = tmp_path_factory.mktemp("models"), list(pd.read_csv(rows)["review"])
-    return functools.cache(lambda name: make_architecture(name, folder / name, texts))
-
-
-@pytest.fixture(scope="module")
-def load(folder_of: Callable[[str], Path]) -> Models:
+def load(tmp_path_factory: pytest.TempPathFactory, reviews: Path) -> Models:
     """(model, tokenizer) of an architecture; the weights are the same each time."""
+    folder, texts = tmp_path_factory.mktemp("models"), list(pd.read_csv(reviews)["text"][:120])
+    folder_of = functools.cache(lambda name: make_architecture(name, folder / name, texts))
 
     def load_architecture(name: str, **settings: Any) -> tuple[Any, Any]:
         pretrained = ModelSettings(model_name_or_path=str(folder_of(name)), dropout=0, **settings)
@@ -63,11 +48,11 @@ def load(folder_of: Callable[[str], Path]) -> Models:
     return load_architecture
 
 
-def collators_of(tokenizer: Any, max_tokens: int | None = None) -> tuple[Collator, PackedCollator]:
+def collators_of(tokenizer: Any) -> tuple[Collator, PackedCollator]:
     ids = np.random.default_rng(0).integers(5, len(tokenizer), sum(LENGTHS)).astype(np.int32)
     numbers = np.arange(len(LENGTHS))
     split = Split("train", Path(), ids, np.cumsum([0, *LENGTHS]), numbers % 2, numbers)
-    return Collator(split, tokenizer, CPU), PackedCollator(split, tokenizer, CPU, max_tokens)
+    return Collator(split, tokenizer, CPU), PackedCollator(split, tokenizer, CPU)
 
 
 def logits_and_gradients(classifier: Any, batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -77,41 +62,22 @@ def logits_and_gradients(classifier: Any, batch: Batch) -> tuple[torch.Tensor, l
 
 
 def reference_kernel(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_q: Any,
-    cu_k: Any,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    window_size: tuple[int, int],
-) -> torch.Tensor:
+    q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, *, scale: float, window_size: Any
+) -> torch.Tensor:  # fmt: skip
     """`varlen_attn` as documented, in float32 on a CPU."""
-    outputs = []
-    for text in range(len(cu_k) - 1):
-        queries = slice(int(cu_q[text]), int(cu_q[text + 1]))
-        keys = slice(int(cu_k[text]), int(cu_k[text + 1]))
-        assert queries.stop - queries.start <= max_q
-        assert keys.stop - keys.start <= max_k
-        positions = torch.arange(keys.stop - keys.start)
-        distance = (positions[: queries.stop - queries.start, None] - positions).abs()
-        mask = (
-            distance <= window_size[0]
-            if window_size[0] >= 0
-            else torch.ones_like(distance, dtype=torch.bool)
-        )
-        parts = [states.transpose(0, 1)[None] for states in (q[queries], k[keys], v[keys])]
-        outputs.append(F.scaled_dot_product_attention(*parts, mask, scale=scale)[0].transpose(0, 1))
     assert cu_q.dtype == cu_k.dtype == torch.int32
     assert (int(cu_q[-1]), int(cu_k[-1])) == (len(q), len(k))
+    queries, keys = cu_q.diff().tolist(), cu_k.diff().tolist()
+    assert (max(queries) <= max_q, max(keys) <= max_k) == (True, True)
+    outputs = []
+    for parts in zip(q.split(queries), k.split(keys), v.split(keys), strict=True):
+        positions = torch.arange(len(parts[1]))
+        distance = (positions[: len(parts[0]), None] - positions).abs()
+        window = window_size[0] if window_size[0] >= 0 else len(positions)
+        states = [each.transpose(0, 1)[None] for each in parts]
+        output = F.scaled_dot_product_attention(*states, distance <= window, scale=scale)
+        outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs)
-
-
-def use_kernel(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kind == "varlen_attn":
-        monkeypatch.setattr(module, "_supports_varlen", lambda query: True)
-        monkeypatch.setattr(module, "varlen_attn", reference_kernel)
 
 
 @pytest.mark.parametrize("on_gpu", [False, True], ids=["", "with padding texts"])
@@ -131,7 +97,9 @@ def test_logits_and_gradients_are_equal(
     names = [name for name, weight in classifier.named_parameters() if weight.requires_grad]
     expected, gradients = logits_and_gradients(classifier.train(), padded(indices))
     packed.prepare_model(accelerator, classifier)
-    use_kernel(kind, monkeypatch)
+    if kind == "varlen_attn":
+        monkeypatch.setattr(module, "_supports_varlen", lambda query: True)
+        monkeypatch.setattr(module, "varlen_attn", reference_kernel)
     packed.rounds_up = on_gpu
     batch = packed(indices)
     assert batch.inputs["input_ids"].shape == (1, 128 if on_gpu else 123)
@@ -156,29 +124,20 @@ def test_the_last_layer_computes_the_first_tokens_only(load: Models, accelerator
 
 
 def test_a_row(tokenizer: Any) -> None:
-    _, packed = collators_of(tokenizer, max_tokens=125)
+    _, packed = collators_of(tokenizer)
     packed.rounds_up = True
     batch = packed(np.array([2, 0, 6]))
     mask: Any = batch.inputs["attention_mask"]
     assert mask.lengths == (20, 60, 1, 7)  # round_up(81) is 88
-    assert batch.inputs["position_ids"][0, [0, 19, 20, 79, 80, 81, 87]].tolist() == [
-        0,
-        19,
-        0,
-        59,
-        0,
-        0,
-        6,
-    ]
+    positions = batch.inputs["position_ids"][0, [0, 19, 20, 79, 80, 81, 87]]
+    assert positions.tolist() == [0, 19, 0, 59, 0, 0, 6]
     assert batch.inputs["input_ids"][0, 81:].eq(tokenizer.pad_token_id).all()
     assert batch.token_samples is not None
     assert batch.token_samples[0].tolist() == [0] * 20 + [1] * 60 + [2] + [3] * 7
     assert (batch.tokens, batch.samples, batch.ids.tolist()) == (81, 3, [2, 0, 6])
-    assert packed(np.arange(7)).inputs["input_ids"].shape == (1, 125)  # max_tokens
-    short = packed(np.array([4, 5]))  # padding texts are no longer than the longest text
-    assert short.inputs["attention_mask"].lengths == (3, 1, 3, 1)  # type: ignore[attr-defined]
-    lengths = {round_up(tokens) for tokens in range(1024, 16385)}
-    assert len(lengths) == 4 * 8 + 1
+    short: Any = packed(np.array([4, 5]))  # padding texts are no longer than the longest text
+    assert short.inputs["attention_mask"].lengths == (3, 1, 3, 1)
+    assert len({round_up(tokens) for tokens in range(1024, 16385)}) == 4 * 8 + 1
     for tokens in range(64, 5000):
         assert tokens <= round_up(tokens) <= tokens * 9 / 8
 
@@ -187,33 +146,24 @@ def test_a_row(tokenizer: Any) -> None:
 def test_unsupported_models_are_refused(name: str, load: Models, accelerator: Any) -> None:
     classifier, tokenizer = load(name)
     _, packed = collators_of(tokenizer)
-    refusal(
-        packed.prepare_model,
-        accelerator,
-        classifier,
-        says=["--padding_free", type(classifier).__name__],
-    )
+    says = ["--padding_free", type(classifier).__name__]
+    refusal(packed.prepare_model, accelerator, classifier, says=says)
 
 
 def test_other_heads_and_attentions_are_refused(load: Models, accelerator: Any) -> None:
     modern, tokenizer = load("ModernBERT")
     _, packed = collators_of(tokenizer)
     modern.config.classifier_pooling = "mean"
-    refusal(packed.prepare_model, accelerator, modern, says=["head"])
-    refusal(packed.prepare_model, accelerator, torch.nn.Linear(2, 2), says=["Linear", "classifier"])
     eager, _ = load("BERT", attn_implementation="eager")
-    refusal(packed.prepare_model, accelerator, eager, says=["'eager'"])
+    for model, says in ((modern, "logits"), (torch.nn.Linear(2, 2), "Linear"), (eager, "'eager'")):
+        refusal(packed.prepare_model, accelerator, model, says=["--padding_free", says])
     fine, _ = load("BERT")
+    inputs = packed(np.arange(7)).inputs
     with pytest.raises(AttributeError, match="Packed"):  # not prepared
-        fine(**packed(np.arange(7)).inputs)
+        fine(**inputs)
     packed.prepare_model(accelerator, fine)
     for reads in ({"output_hidden_states": True}, {"output_attentions": True}):
-        refusal(
-            fine,
-            **packed(np.arange(7)).inputs,
-            **reads,
-            says=["--padding_free", "hidden states and attentions"],
-        )
+        refusal(fine, **inputs, **reads, says=["--padding_free", "hidden states and attentions"])
 
 
 def test_the_saved_model_is_an_ordinary_one(tmp_path: Path) -> None:

@@ -17,15 +17,16 @@ Prepare = Callable[..., Data]
 
 def news(count: int) -> list[Row]:
     """Row i has another text and a title of i + 1 words."""
-    return [
-        {"text": f"the story {row} is very good", "title": "film" + " good" * row}
-        for row in range(count)
-    ]
+    titles = ["film" + " good" * row for row in range(count)]
+    return [{"text": f"the story {row} is good", "title": each} for row, each in enumerate(titles)]
 
 
 @pytest.fixture
 def prepared(prepared: Callable[..., Any]) -> Callable[..., Data]:
     return partial(prepared, kind=TitleSettings)
+
+
+UNCLEAR = "which column is the title"
 
 
 @pytest.mark.parametrize(
@@ -71,19 +72,17 @@ def test_the_column_of_titles(
 
 
 def test_rows_and_files_without_a_title_are_named(prepared: Prepare) -> None:
-    rows = [
-        row | {"title": title}
-        for row, title in zip(news(5), ("film", "", "film", " \n\t", None), strict=True)
-    ]
+    titles = ("film", "", "film", " \n\t", None)
+    rows = [row | {"title": title} for row, title in zip(news(5), titles, strict=True)]
     message = "the title in column 'title' is empty in 3 of 5 rows (rows 2, 4, 5)"
-    refusal(
-        prepared,
-        news(3),
-        validation_file=rows,
-        says=["validation_file.jsonl", message, "--drop_empty_text"],
-    )
+    says = ["validation_file.jsonl", message, "--drop_empty_text"]
+    refusal(prepared, news(3), validation_file=rows, says=says)
+    others = [{"text": "a", "headline": "b"}]
     message = "validation_file.jsonl has no column 'title': it has text, headline"
-    refusal(prepared, news(4), validation_file=[{"text": "a", "headline": "b"}], says=[message])
+    refusal(prepared, news(4), validation_file=others, says=[message])
+    empty = [row | {"title": " "} for row in news(3)]
+    says = ["train_file.jsonl", "every title in column 'title' is empty", "--title_column"]
+    refusal(prepared, empty, validation_file=news(3), drop_empty_text=True, says=says)
 
 
 def test_rows_without_a_title_are_left_out_when_asked(prepared: Prepare) -> None:
@@ -92,52 +91,25 @@ def test_rows_without_a_title_are_left_out_when_asked(prepared: Prepare) -> None
     rows[4]["title"] = "\n"
     data = prepared(rows, validation_file=rows, drop_empty_text=True)
     for split in (data.train, data.validation):
-        assert (split.rows.tolist(), split.loss_denominators().tolist()) == (
-            [0, 1, 3, 5],
-            [2, 3, 5, 7],
-        )
+        assert split.rows.tolist() == [0, 1, 3, 5]
+        assert split.loss_denominators().tolist() == [2, 3, 5, 7]
     assert data.validation.titles() == [rows[place]["title"] for place in (0, 1, 3, 5)]
     assert data.validation.texts() == [rows[place]["text"] for place in (0, 1, 3, 5)]
 
 
-@pytest.mark.parametrize("empty", ["train", "validation"])
-def test_a_column_of_empty_titles(prepared: Prepare, empty: str) -> None:
-    files = {"train": news(3), "validation": news(3)} | {
-        empty: [row | {"title": " "} for row in news(3)]
-    }
-    says = (f"{empty}_file.jsonl", "every title in column 'title' is empty", "--title_column")
-    refusal(
-        prepared,
-        files["train"],
-        validation_file=files["validation"],
-        drop_empty_text=True,
-        says=says,
-    )
-
-
-@pytest.mark.parametrize("max_length", [2, 4, 5, 32])
+@pytest.mark.parametrize("max_length", [2, 5, 32])
 def test_tokens_of_titles(prepared: Prepare, tokenizer: Any, max_length: int) -> None:
     """`max_length` tokens are predicted, [SEP] included; [CLS] is not."""
     rows = news(6)
-    data = prepared(
-        rows, validation_file=rows[:3], test_file=rows[3:], max_target_length=max_length
-    )
-    for split, expected in ((data.train, rows), (data.validation, rows[:3]), (data.test, rows[3:])):
-        uncut = [tokenizer(row["title"])["input_ids"] for row in expected]
-        for index, tokens in enumerate(uncut):
-            title = [
-                tokenizer.cls_token_id,
-                *tokens[1:-1][: max_length - 1],
-                tokenizer.sep_token_id,
-            ]
-            assert (
-                split.target_ids[slice(*split.target_offsets[index : index + 2])].tolist() == title
-            )
-            assert split.tokens(index).tolist() == tokenizer(expected[index]["text"])["input_ids"]
-        assert split.loss_denominators().tolist() == [
-            min(len(tokens) - 1, max_length) for tokens in uncut
-        ]
-        assert split.rows.tolist() == list(range(len(expected)))
+    data = prepared(rows, validation_file=rows[:3], max_target_length=max_length)
+    for split, expected in ((data.train, rows), (data.validation, rows[:3])):
+        for index, row in enumerate(expected):
+            first, *words, last = tokenizer(row["title"])["input_ids"]
+            span = slice(*split.target_offsets[index : index + 2])
+            title = [first, *words[: max_length - 1], last]
+            assert split.target_ids[span].tolist() == title
+            assert split.loss_denominators()[index] == len(title) - 1 <= max_length
+            assert split.tokens(index).tolist() == tokenizer(row["text"])["input_ids"]
     assert data.targets == Titles("title", max_length)
 
 
@@ -151,15 +123,10 @@ def test_a_test_split_without_titles_is_left_out_with_a_note(prepared: Prepare) 
     refusal(prepared, news(4), validation_file=news(2), test_file=some, says=[message])
 
 
-@pytest.mark.parametrize(
-    "settings", [{"title_column": "lead"}, {"max_target_length": 3}, {"text_column": "text,lead"}]
-)
-def test_settings_of_titles_change_the_cached_folder(
-    prepared: Prepare, settings: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("settings", [{"title_column": "lead"}, {"max_target_length": 3}])
+def test_settings_of_titles_change_the_cached_folder(prepared: Prepare, settings: Row) -> None:
     rows = [row | {"lead": "the room"} for row in news(4)]
     plain = prepared(rows, validation_file=rows)
     changed = prepared(rows, validation_file=rows, **settings)
     assert changed.folder != plain.folder
-    assert changed.facts["title_column"] == settings.get("title_column", "title")
-    assert changed.facts["max_target_length"] == settings.get("max_target_length", 32)
+    assert settings.items() <= changed.facts.items()

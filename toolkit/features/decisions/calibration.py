@@ -13,24 +13,20 @@ _BINS = 15
 
 
 def calibration_error(probabilities: np.ndarray, truth: np.ndarray) -> dict[str, float]:
-    """`ece` and `brier` of (N, C) probabilities for (N,) classes, or (N, C) labels.
+    """The expected calibration error `ece` (Guo et al., 2017; bins of equal width) of (N, C)
+    probabilities for (N,) classes, or (N, C) labels.
 
-    With one label per row the expected calibration error is that of the most probable class (Guo et
-    al., 2017; bins of equal width), and Brier's score (1950) a sum over classes; with several, both
-    count each label.
+    With one label per row it is that of the most probable class; with several each label counts.
     """
     if truth.ndim == 2:
         confidence = probabilities.ravel()
         correct = truth.ravel()
-        brier = np.mean((probabilities - truth) ** 2)
     else:
         confidence = probabilities.max(axis=1)
         correct = probabilities.argmax(axis=1) == truth
-        target = np.eye(probabilities.shape[1])[truth]  # (N, C)
-        brier = np.mean(((probabilities - target) ** 2).sum(axis=1))
     bins = np.minimum((confidence * _BINS).astype(int), _BINS - 1)
     gaps = np.bincount(bins, correct - confidence)  # of each bin, times its rows
-    return {"ece": float(np.abs(gaps).sum() / len(confidence)), "brier": float(brier)}
+    return {"ece": float(np.abs(gaps).sum() / len(confidence))}
 
 
 def fit_temperature(logits: np.ndarray, truth: np.ndarray) -> float:

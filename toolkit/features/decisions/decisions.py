@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 from transformers.utils import cached_file
 
-from toolkit.data.labels import MULTI, Labels
+from toolkit.data.labels import Labels
 from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.answers import DECISIONS, ClassAnswers
@@ -64,10 +64,9 @@ class Decisions(ClassAnswers):
         split, logits = evaluation.outputs
         truth = split.labels
         metrics = as_json(compute_metrics(self.adjust_logits(logits), truth))
-        names = [name for name, value in metrics.items() if isinstance(value, float)]
-        before = {name: evaluation.numbers[name] for name in names}
-        after = {name: metrics[name] for name in names}
-        undecided = ClassAnswers(self.labels).probabilities(logits)
+        after = {name: value for name, value in metrics.items() if isinstance(value, float)}
+        before = {name: evaluation.numbers[name] for name in after}
+        undecided = super().probabilities(logits)
         effect = {
             **self.as_json(),
             "before": before | calibration_error(undecided, truth),
@@ -80,6 +79,7 @@ class Decisions(ClassAnswers):
         return replace(evaluation, numbers=numbers, predictions=lines)
 
     def _answered(self, logits: np.ndarray, truth: np.ndarray) -> dict[str, Any]:
+        """How many rows have an answer, and how many of these are right."""
         answers = self.adjust_logits(logits).argmax(axis=1)
         confidence = self.probabilities(logits)[np.arange(len(answers)), answers]
         answered = confidence >= self.abstain_below
@@ -89,6 +89,7 @@ class Decisions(ClassAnswers):
         return {"answered": int(answered.sum()), "accuracy_of_answered": accuracy}
 
     def describe(self, evaluation: Evaluation) -> list[str]:
+        """The effect of the decisions, as lines to print."""
         effect = evaluation.numbers["decisions"]
         changes = []
         for name, before in effect["before"].items():
@@ -134,22 +135,7 @@ def saved_decisions(model: str, labels: Labels) -> Decisions | None:
         unknown = file.thresholds.keys() - labels.names
         if unknown:
             raise UserError(f"thresholds of unknown labels: {listing(unknown)}")
-        abstains = file.abstain_below is not None
-        refuse_unfit(labels, bool(file.thresholds), file.temperature != 1, abstains)
     except (ValidationError, UserError) as error:
         remedy = "repeat the run's command, or remove it to answer with the likeliest class"
         raise UserError(f"{path}: {' '.join(str(error).split())}: {remedy}") from error
     return Decisions(labels, file.temperature, file.thresholds, file.abstain_below)
-
-
-def refuse_unfit(labels: Labels, thresholds: bool, temperature: bool, abstains: bool) -> None:
-    """Raises UserError for a kind of decision that these labels cannot have."""
-    single = labels.problem_type == "single_label_classification"
-    several = labels.problem_type == MULTI
-    has = f"not for {labels.problem_type} with {labels.size} labels"
-    if thresholds and not (several or (single and labels.size == 2)):
-        raise UserError(f"tune_thresholds is for two classes or several labels, {has}")
-    if temperature and not (single or several):
-        raise UserError(f"calibrate is for classes, {has}")
-    if abstains and not single:
-        raise UserError(f"abstain_below is for one class per text, {has}")

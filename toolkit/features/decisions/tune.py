@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from toolkit.errors import UserError, did_you_mean, listing
 from toolkit.evaluation.answers import DECISIONS
 from toolkit.evaluation.outputs import Evaluation
 from toolkit.features.decisions.calibration import fit_temperature
-from toolkit.features.decisions.decisions import Decisions, refuse_unfit
+from toolkit.features.decisions.decisions import Decisions
 from toolkit.report.files import write_atomically
 
 if TYPE_CHECKING:
@@ -26,17 +26,27 @@ _FEW_ROWS = 10
 
 def check(settings: DecisionSettings, labels: Labels) -> None:
     """Raises UserError for settings that do not fit the labels."""
-    abstains = settings.abstain_below is not None
-    refuse_unfit(labels, bool(settings.tune_thresholds), settings.calibrate, abstains)
+    single = labels.problem_type == "single_label_classification"
+    several = labels.problem_type == MULTI
+    two_classes = single and labels.size == 2
+    has = f"not for {labels.problem_type} with {labels.size} labels"
+    if settings.tune_thresholds and not (several or two_classes):
+        raise UserError(f"--tune_thresholds is for two classes or several labels, {has}")
+    if settings.calibrate and not (single or several):
+        raise UserError(f"--calibrate is for classes, {has}")
+    if settings.abstain_below is not None and not single:
+        raise UserError(f"--abstain_below is for one class per text, {has}")
     positive = settings.positive_class
-    if positive is not None and (labels.size != 2 or positive not in labels.names):
+    if positive is not None and not (two_classes and positive in labels.names):
         near = did_you_mean(positive, labels.names)
         names = listing(labels.names)
         raise UserError(f"--positive_class {positive}{near}: name one of two classes: {names}")
 
 
 def tune_and_save(
-    run: Any, settings: DecisionSettings, evaluate: Callable[[Split], Evaluation]
+    run: Any,
+    settings: DecisionSettings,
+    evaluate: Callable[[Split], Evaluation],
 ) -> None:
     """Tunes on the best model's evaluation of the validation rows, writes decisions.json next to
     its weights, and sets `run.answers`. A collective."""
@@ -62,9 +72,12 @@ def tune_and_save(
 
 
 def tune(
-    settings: DecisionSettings, labels: Labels, validation: Evaluation
+    settings: DecisionSettings,
+    labels: Labels,
+    validation: Evaluation,
 ) -> tuple[Decisions, list[str]]:
-    """(the tuned decisions, warnings). Raises UserError for an evaluation without logits."""
+    """(the tuned decisions, warnings of thresholds from few rows). Raises UserError for an
+    evaluation without logits."""
     if validation.outputs is None:
         names = "--tune_thresholds, --calibrate and --abstain_below"
         raise UserError(f"{names} need the logits of an evaluation: drop these settings")
@@ -79,22 +92,28 @@ def tune(
         scaled = logits.astype(np.float64) / temperature
         for name, scores, truth in _binary(settings, labels, scaled, split.labels):
             thresholds[name] = best_threshold(truth, expit(scores), settings.tune_thresholds)
-            if min(truth.sum(), (~truth).sum()) < _FEW_ROWS:
+            with_it = truth.sum()
+            if min(with_it, len(truth) - with_it) < _FEW_ROWS:
                 why = f"fewer than {_FEW_ROWS} validation rows are with or without it"
                 notes.append(f"the threshold of {name} is unreliable: {why}")
     return Decisions(labels, temperature, thresholds, settings.abstain_below), notes
 
 
 def _binary(
-    settings: DecisionSettings, labels: Labels, logits: np.ndarray, truth: np.ndarray
-) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """(label, its logit (N,), whether the rows have it (N,)) of each label with a threshold."""
+    settings: DecisionSettings,
+    labels: Labels,
+    logits: np.ndarray,
+    truth: np.ndarray,
+) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """(label, its logit (N,), whether the rows have it (N,)) of each label with a threshold: of two
+    classes of one, whose sigmoid of the difference is its softmax."""
     if labels.problem_type == MULTI:
-        columns = enumerate(labels.names)
-        return [(name, logits[:, place], truth[:, place] > 0.5) for place, name in columns]
+        for place, name in enumerate(labels.names):
+            yield name, logits[:, place], truth[:, place] > 0.5
+        return
     name = settings.positive_class or labels.names[1]
     place = labels.names.index(name)
-    return [(name, logits[:, place] - logits[:, 1 - place], truth == place)]
+    yield name, logits[:, place] - logits[:, 1 - place], truth == place
 
 
 def best_threshold(truth: np.ndarray, probabilities: np.ndarray, criterion: str) -> float:

@@ -33,7 +33,11 @@ _FILE = "logits.npy"
 
 
 def add_teacher_logits(
-    accelerator: Accelerator, settings: TaskSettings, name: str, data: Data, tokenizer: Any
+    accelerator: Accelerator,
+    settings: TaskSettings,
+    name: str,
+    data: Data,
+    tokenizer: Any,
 ) -> Data:
     """Adds the logits of `--teacher` for every training row to the data as the column `teacher`; a
     collective. The digest of the data then depends on the teacher.
@@ -67,7 +71,11 @@ def add_teacher_logits(
 
 
 def _logits(
-    accelerator: Accelerator, teacher: Any, train: Split, tokenizer: Any, settings: TaskSettings
+    accelerator: Accelerator,
+    teacher: Any,
+    train: Split,
+    tokenizer: Any,
+    settings: TaskSettings,
 ) -> np.ndarray:
     """(N, C) float32, in the order of the split, on every rank."""
     training = settings.training.limit_tokens(accelerator.device.type, int(train.lengths.max()))
@@ -75,7 +83,12 @@ def _logits(
     split = replace(train, buckets=LengthBuckets.of_model(teacher.config))
     with autocast(accelerator):
         outputs = predict(
-            accelerator, teacher, split, tokenizer, size, training.max_tokens_per_batch
+            accelerator,
+            teacher,
+            split,
+            tokenizer,
+            size,
+            training.max_tokens_per_batch,
         )
     logits = torch.zeros(len(train), teacher.config.num_labels, device=accelerator.device)
     if outputs is not None:  # sorted by row
@@ -96,6 +109,8 @@ def _order_of_classes(teacher: Labels, labels: Labels, name: str) -> list[int]:
 
 
 def _require_same_tokens(config: Any, teacher_tokenizer: Any, data: Data, tokenizer: Any) -> None:
+    """Raises UserError for a teacher that would read other tokens than the student's, or fewer: it
+    gets the student's."""
     reads_types = "token_type_ids" in teacher_tokenizer.model_input_names
     has_types = reads_types and has_token_types(config)
     same_types = not data.text_pair or has_types == (data.train.token_types is not None)

@@ -73,7 +73,6 @@ def check_logits(model: Any, probe: Mapping[str, Any]) -> None:
     """Raises UserError unless each text of `probe`, a packed batch, has the logits that it has
     alone."""
     packed = probe["attention_mask"]
-    training = model.training
     model.eval()
     texts = probe["input_ids"].split(packed.lengths, dim=1)[: packed.num_texts]
     expected = torch.cat([model(input_ids=text).logits for text in texts])
@@ -81,16 +80,16 @@ def check_logits(model: Any, probe: Mapping[str, Any]) -> None:
         error = float((model(**probe).logits - expected).abs().max())
     except Exception:  # an unknown model may raise anything
         error = math.inf
-    model.train(training)
     spread = float(expected.diff(dim=0).abs().max())
     if not error <= 1e-6 + 1e-3 * spread:
-        why = "has other logits for packed texts than for single ones (its attention, positions or"
-        raise UserError(f"--padding_free: {type(model).__name__} {why} head differ): leave it out")
+        why = "has other logits for packed texts than for single ones"
+        raise UserError(f"--padding_free: {type(model).__name__} {why}: leave it out")
 
 
 def _unpack(model: Any, args: Any, inputs: dict[str, Any]) -> Any:
-    """Replaces a `Packed` mask by None, shifts positions as the model counts them, and adds options
-    for its layers."""
+    """The hook before the model: replaces a `Packed` mask by None, which layers take for no
+    padding, shifts positions as the model counts them, and adds options for its layers, `packed`
+    and the first tokens."""
     packed = inputs.get("attention_mask")
     if not isinstance(packed, Packed):
         return None
@@ -108,7 +107,8 @@ def _unpack(model: Any, args: Any, inputs: dict[str, Any]) -> Any:
 
 
 def _select_first_tokens(layer: Any, args: Any, options: dict[str, Any], output: Any) -> Any:
-    """(1, T, H) -> (N, 1, H), unless the last layer has computed the first tokens only."""
+    """The hook after the last layer: (1, T, H) -> (N, 1, H), unless it has computed only the first
+    tokens."""
     packed = options.get("packed")
     if packed is None or output.shape[1] == 1:
         return None
@@ -116,6 +116,8 @@ def _select_first_tokens(layer: Any, args: Any, options: dict[str, Any], output:
 
 
 def _drop_padding_texts(model: Any, args: Any, options: dict[str, Any], output: Any) -> None:
+    """The hook after the model: leaves the logits of the texts. Raises UserError for outputs of all
+    tokens, which a caller would index by text."""
     if "packed" not in options:
         return
     if output.get("hidden_states") is not None or output.get("attentions") is not None:
@@ -144,7 +146,14 @@ def attend(
     """
     if packed is None:
         result: tuple[Tensor, Tensor | None] = padded(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            **options,
         )
         return result
     q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
@@ -161,35 +170,59 @@ def attend(
 
 def _supports_varlen(query: Tensor) -> bool:
     """Whether flash attention, which `varlen_attn` runs, supports this query (from Ampere on)."""
-    is_half = query.dtype in (torch.float16, torch.bfloat16)
-    if query.device.type == "cpu" or not is_half or query.shape[-1] % 8 or query.shape[-1] > 256:
+    head_size = query.shape[-1]
+    if query.device.type == "cpu" or query.dtype.itemsize != 2:
+        return False
+    if head_size % 8 or head_size > 256:
         return False
     return not query.is_cuda or torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: int, scaling: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: Packed,
+    window: int,
+    scaling: float | None,
 ) -> Tensor:
-    """(T, nh, hs) each, or q (N, nh, hs) -> like q."""
-    cu_queries, longest = packed.cu_seqlens, packed.width
+    """(T, nh, hs) each, or q (N, nh, hs) -> like q. A token attends to `window` others on each
+    side."""
+    cu_queries = packed.cu_seqlens
+    longest = packed.width
     if len(q) != len(k):  # one query for each text
         cu_queries = torch.arange(len(cu_queries), dtype=torch.int32, device=q.device)
         longest = 1
-    sides = (window, window) if window < packed.width else (-1, -1)
+    sides = (-1, -1)
+    if window < packed.width:
+        sides = (window, window)
     context: Any = varlen_attn(
-        q, k, v, cu_queries, packed.cu_seqlens, longest, packed.width,
-        scale=scaling, window_size=sides,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cu_queries,
+        packed.cu_seqlens,
+        longest,
+        packed.width,
+        scale=scaling,
+        window_size=sides,
+    )
     return cast(Tensor, context)
 
 
 def _padded(
-    q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: int, compute: Callable[..., Any]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: Packed,
+    window: int,
+    compute: Callable[..., Any],
 ) -> Tensor:
     """As `_varlen`, by the attention `compute` of transformers for padded texts, in any precision
     and with dropout."""
     # a compiled layer is made for one length of a tuple, and for any length of a tensor
-    count, width = packed.cu_seqlens.shape[0] - 1, packed.width
+    count = packed.cu_seqlens.shape[0] - 1
+    width = packed.width
     mask = packed.key_mask
     if window < width:
         positions = torch.arange(width, device=q.device)

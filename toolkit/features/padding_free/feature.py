@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from toolkit.config.parse import section_in
 from toolkit.config.sections import TaskSettings, section
-from toolkit.errors import UserError
 from toolkit.utils.features import Feature
 
 
@@ -32,13 +30,9 @@ class PaddingFreeFeature(Feature):
     def data(self, settings: Any, data: Any, tokenizer: Any, accelerator: Any) -> Any:
         if not section_in(settings, PaddingFreeSettings).padding_free:
             return data
-        if settings.training.per_device_batch_size == "auto":
-            why = "--per_device_batch_size auto estimates padded batches"
-            raise UserError(f"{why}: give a number with --padding_free")
         from toolkit.features.padding_free.collator import PackedCollator
 
-        collator = partial(PackedCollator, max_tokens=settings.training.max_tokens_per_batch)
-        return data.with_collator(collator)
+        return data.with_collator(PackedCollator)
 
 
 FEATURE = PaddingFreeFeature()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,10 +27,7 @@ from toolkit.data.tokens import Split
 from toolkit.errors import UserError
 from toolkit.evaluation.outputs import Evaluation, Outputs
 from toolkit.features.pretraining.words import word_starts
-from toolkit.pretrained import load_config
 from toolkit.utils.progress import Progress
-
-_BLOCK = 1 << 20  # tokens
 
 
 class Draw(NamedTuple):
@@ -69,10 +65,15 @@ def draw_masks(
     return maskable & (numbers <= limits)
 
 
-def uniform_numbers(draw: Draw, stream: int, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def uniform_numbers(
+    draw: Draw,
+    stream: int,
+    rows: np.ndarray,
+    lengths: np.ndarray,
+) -> np.ndarray:
     """(T,) uniform random numbers, one for each token of samples one after another, which depend on
     the seed, the epoch, the row and the number of the stream."""
-    philox = np.random.Philox(key=np.array([draw.seed % 2**64, draw.epoch], np.uint64))
+    philox = np.random.Philox(key=np.array([draw.seed, draw.epoch], np.uint64))
     generator = np.random.Generator(philox)
     state = philox.state
     parts = []
@@ -98,9 +99,14 @@ class MaskingCollator(Collator):
     split: MaskedSplit
 
     def __init__(
-        self, split: Any, tokenizer: Any, device: torch.device, seed: int, probability: float
+        self,
+        split: Any,
+        tokenizer: Any,
+        device: torch.device,
+        seed: int,
+        probability: float,
     ) -> None:
-        """`probability`: of masking, in training."""
+        """`seed`, `probability`: of the masks in training."""
         super().__init__(split, tokenizer, device)
         self.left = False  # encoders count positions from the left
         self.seed = seed
@@ -111,6 +117,7 @@ class MaskingCollator(Collator):
         self.ordinary_ids = np.flatnonzero(self.is_ordinary)
 
     def at(self, epoch: int) -> MaskingCollator:
+        """With the masks of this epoch of the training."""
         step = copy.copy(self)
         step.draw = Draw(self.seed, epoch + 1, self.probability)
         return step
@@ -150,7 +157,10 @@ class MaskingCollator(Collator):
         return draw_masks(self.draw, split.rows[indices], split.lengths[indices], maskable, starts)
 
     def _replacements(
-        self, indices: np.ndarray, is_masked: np.ndarray, truth: np.ndarray
+        self,
+        indices: np.ndarray,
+        is_masked: np.ndarray,
+        truth: np.ndarray,
     ) -> np.ndarray:
         """What stands in place of the masked tokens `truth`: of 80 % the mask token, of 10 % a
         random token, and 10 % stay (Devlin et al. 2019, BERT, section 3.1)."""
@@ -183,16 +193,7 @@ class Masks(Targets):
         return partial(MaskingCollator, seed=settings.training.seed, probability=probability)
 
     @classmethod
-    def next_command(cls, settings: Any, folder: Path) -> str | None:
-        kind = load_config(settings.model).model_type
-        recipe = "bigbird" if kind == "big_bird" else "cls"
-        model = shlex.quote(str(folder / "model"))
-        return f"python recipes/{recipe}.py --model_name_or_path {model} --train_file YOUR_FILE.csv"
-
-    @classmethod
     def check(cls, settings: Any, tokenizer: Any) -> None:
-        if settings.training.label_smoothing_factor:
-            raise UserError("--label_smoothing_factor has no effect in pretraining: leave it out")
         if tokenizer.mask_token_id is None:
             name = settings.model.model_name_or_path
             fault = f"model {name}: its tokenizer has no mask token"
@@ -209,22 +210,9 @@ class Masks(Targets):
         return cls(settings.masking.whole_word_mask)
 
     def save(self, folder: Path, table: Table, encoded: np.ndarray, tokenizer: Any) -> list[str]:
-        """Writes `words` if whole words are masked. Raises UserError if no token is maskable."""
-        ids = np.load(folder / "input_ids.npy", mmap_mode="r")
+        """Writes `words` if whole words are masked."""
         if self.whole_word_mask:
-            lengths = np.diff(np.load(folder / "offsets.npy"))
-            _save_words(folder, table, copy.deepcopy(tokenizer), int(lengths.max()))
-            if len(np.load(folder / "words.npy", mmap_mode="r")) != len(ids):
-                name = type(tokenizer).__name__
-                raise UserError(
-                    f"--whole_word_mask: {name} has wrong character offsets: leave it out"
-                )
-        is_ordinary = ordinary_tokens(tokenizer)
-        blocks = range(0, len(ids), _BLOCK)
-        if not any(is_ordinary[ids[start : start + _BLOCK]].any() for start in blocks):
-            fault = f"the texts of {folder.name} are special and unknown tokens only"
-            remedy = "name the --text_column, or take a model for their language"
-            raise UserError(f"{table.name}: {fault}: {remedy}")
+            _save_words(folder, table, copy.deepcopy(tokenizer))
         return super().save(folder, table, encoded, tokenizer)
 
     def facts(self) -> dict[str, Any]:
@@ -240,11 +228,12 @@ class Masks(Targets):
         return "masked tokens"
 
 
-def _save_words(folder: Path, table: Table, tokenizer: Any, max_length: int) -> None:
-    """Writes `words`."""
-    bar = Progress(f"words of {folder.name}", len(table), "texts")
+def _save_words(folder: Path, table: Table, tokenizer: Any) -> None:
+    """Writes `words`, for the tokens that the folder has."""
+    max_length = int(np.diff(np.load(folder / "offsets.npy")).max())
     options = {"truncation": True, "max_length": max_length}
     tokenizer(["a"], **options)  # sets the truncation, for `cut_long_texts`
+    bar = Progress(f"words of {folder.name}", len(table), "texts")
     texts_done = 0
     with append_to_npy(folder / "words.npy", np.bool_) as append:
         for (block,) in table.texts():
@@ -277,7 +266,8 @@ def masked_metrics(sums: np.ndarray) -> dict[str, Any]:
 
 
 def masked_evaluation(
-    outputs: Outputs, compute_metrics: Callable[[np.ndarray], dict[str, Any]]
+    outputs: Outputs,
+    compute_metrics: Callable[[np.ndarray], dict[str, Any]],
 ) -> Evaluation:
     """The evaluation from gathered `masked_sums` (N, 3); all ranks get the metrics."""
     arrays = outputs.in_order()
@@ -291,11 +281,13 @@ def masked_evaluation(
 
 
 def _lines(rows: np.ndarray, sums: np.ndarray) -> Iterator[dict[str, Any]]:
+    """The lines of predictions.jsonl; `weight`: of the text in a mean over masked tokens."""
     for row, (loss, correct, tokens) in zip(rows.tolist(), sums.tolist(), strict=True):
+        count = max(1, tokens)  # a text of unknown characters has none
         yield {
             "id": row,
             "masked_tokens": int(tokens),
-            "loss": round(loss / max(1, tokens), 6),
-            "scores": {"masked_accuracy": round(correct / max(1, tokens), 6)},
+            "loss": loss / count,
+            "scores": {"masked_accuracy": correct / count},
             "weight": int(tokens),
         }

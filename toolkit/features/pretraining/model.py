@@ -30,12 +30,13 @@ def load_masked_model(settings: EncoderSettings, seed: int) -> Any:
     attention = settings.attn_implementation
     model, loading = from_pretrained(AutoModelForMaskedLM, name, config, attention)
     prefix = f"{model.base_model_prefix}."
-    pooler = {key for key in loading["missing_keys"] if "pooler" in key}
-    encoder = {key for key in loading["missing_keys"] if key.startswith(prefix)}
+    missing = set(loading["missing_keys"])
+    pooler = {key for key in missing if "pooler" in key}
+    encoder = {key for key in missing if key.startswith(prefix)}
     refuse_random(name, encoder - pooler)
     if pooler:
         model.base_model.pooler = None  # do not save a random pooler
-    head = sorted(set(loading["missing_keys"]) - encoder)
+    head = sorted(missing - encoder)
     if head and not settings.new_head:
         why = f"has no weights of a masked-language head ({listing(head, 3)})"
         way = "take the pretrained checkpoint with its head, or pass --new_head true to train one"

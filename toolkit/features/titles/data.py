@@ -18,8 +18,6 @@ from toolkit.data.tokens import Split, gather_slices, read_lines
 from toolkit.errors import UserError
 from toolkit.utils.extras import require_extra
 
-USUAL = ("title", "summary", "headline", "highlights", "heading", "标题", "题目", "摘要")
-
 
 class TitleCollator(Collator):
     """Sample indices -> a padded `Batch` whose labels are the tokens of titles."""
@@ -69,7 +67,16 @@ class Titles(Targets):
     """Predicted tokens, including the end token; longer titles are truncated."""
 
     column_setting = "title_column"
-    usual_columns = USUAL
+    usual_columns = (
+        "title",
+        "summary",
+        "headline",
+        "highlights",
+        "heading",
+        "标题",
+        "题目",
+        "摘要",
+    )
     split_class = TitleSplit
     pipeline_tag = "summarization"
 

@@ -20,11 +20,13 @@ from toolkit.features.titles.readable import readable
 from toolkit.launch.precision import autocast
 from toolkit.utils.modules import unwrapped
 
-_DEFAULT_MAX_LENGTH = 33  # if generation_config.json sets none
+_DEFAULT = 33  # tokens, if generation_config.json sets no limit
 
 
 def title_metrics(
-    titles: Sequence[str], references: Sequence[str], segmenter: Any = "auto"
+    titles: Sequence[str],
+    references: Sequence[str],
+    segmenter: str = "auto",
 ) -> dict[str, Any]:
     """Mean ROUGE-1, 2 and L; `segmenter`: as `--rouge_segmenter`."""
     segmenter = rouge.resolve(segmenter, references)
@@ -34,7 +36,9 @@ def title_metrics(
 
 
 def title_evaluation(
-    outputs: Outputs, tokenizer: Any, compute_metrics: ComputeMetrics
+    outputs: Outputs,
+    tokenizer: Any,
+    compute_metrics: ComputeMetrics,
 ) -> Evaluation:
     """The evaluation from gathered losses (N,), summed over each title's tokens, and generated
     token ids (N, T). All ranks get the metrics."""
@@ -48,13 +52,11 @@ def title_evaluation(
     metrics = compute_metrics(titles, references)
 
     def lines() -> Iterator[dict[str, Any]]:
-        segmenter = rouge.resolve(metrics.get("rouge_segmenter", "auto"), references)
-        scores = rouge.scores(titles, references, segmenter)
+        scores = rouge.scores(titles, references, metrics.get("rouge_segmenter", "auto"))
         for row, title, reference, score in zip(
             split.rows.tolist(), titles, references, scores, strict=True
         ):
-            rounded = {name: round(value, 6) for name, value in score.items()}
-            yield {"id": row, "title": title, "reference": reference, "scores": rounded}
+            yield {"id": row, "title": title, "reference": reference, "scores": score}
 
     return outputs.make_evaluation(losses, metrics, lines)
 
@@ -66,13 +68,17 @@ class TitleAnswers(Answers):
         return load_saved_title_model(settings)
 
     def outputs(
-        self, accelerator: Any, model: Any, split: Any, tokenizer: Any, *sizes: Any
+        self,
+        accelerator: Any,
+        model: Any,
+        split: Any,
+        tokenizer: Any,
+        *sizes: Any,
     ) -> list[str] | None:
-        per_device, max_tokens, *report = sizes
-        outputs = Outputs(accelerator, split, tokenizer, BatchSizes(per_device, max_tokens))
+        outputs = Outputs(accelerator, split, tokenizer, BatchSizes(*sizes))
         writer = Writer(accelerator, model)
-        for batch in outputs.batches(model, *report):
-            titles = writer.write(*writer.encode(batch))  # (B, T)
+        for batch in outputs.batches(model):
+            titles = writer.write(writer.encode(batch))  # (B, T)
             outputs.add(accelerator.gather_for_metrics((batch.ids, titles)))
         arrays = outputs.in_order()
         if not arrays:
@@ -98,35 +104,29 @@ class Writer:
         # continue until the others' have
         self.synced_gpus = accelerator.num_processes > 1
         config = self.module.generation_config
-        max_length = config.max_length or _DEFAULT_MAX_LENGTH
-        self.max_new_tokens = config.max_new_tokens or max_length - 1
+        self.max_new_tokens = config.max_new_tokens or (config.max_length or _DEFAULT) - 1
         if isinstance(self.module, FSDPModule):
             # its hooks gather root parameters only in the root's forward
             self.module._get_fsdp_state()._lazy_init()
             self.module.unshard()
 
-    def encode(self, batch: Batch) -> tuple[Any, torch.Tensor]:
-        """(the encoder's output, its attention mask (B, S)), for both `logits` and `write`."""
+    def encode(self, batch: Batch) -> dict[str, Any]:
+        """The encoder's output and its attention mask (B, S), for both `logits` and `write`."""
         mask = batch.inputs["attention_mask"]
         with self.autocast:
             encoder = self.module.get_encoder()
-            return encoder(input_ids=batch.inputs["input_ids"], attention_mask=mask), mask
+            output = encoder(input_ids=batch.inputs["input_ids"], attention_mask=mask)
+        return {"encoder_outputs": output, "attention_mask": mask}
 
-    def logits(self, batch: Batch, encoded: Any, mask: torch.Tensor) -> torch.Tensor:
+    def logits(self, batch: Batch, encoded: dict[str, Any]) -> torch.Tensor:
         """(B, T, V): logits of the reference titles (teacher forcing)."""
-        output = self.module(
-            encoder_outputs=encoded,
-            attention_mask=mask,
-            decoder_input_ids=batch.inputs["decoder_input_ids"],
-            use_cache=False,
-        )
-        return output.logits
+        titles = batch.inputs["decoder_input_ids"]
+        return self.module(**encoded, decoder_input_ids=titles, use_cache=False).logits
 
-    def write(self, encoded: Any, mask: torch.Tensor) -> torch.Tensor:
+    def write(self, encoded: dict[str, Any]) -> torch.Tensor:
         """(B, max_new_tokens): ids of the generated titles, padded, without the start token."""
         ids = self.module.generate(
-            encoder_outputs=encoded,
-            attention_mask=mask,
+            **encoded,
             max_new_tokens=self.max_new_tokens,
             num_return_sequences=1,
             synced_gpus=self.synced_gpus,

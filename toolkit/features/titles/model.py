@@ -93,7 +93,10 @@ def _decoder(settings: PretrainedSettings) -> Any:
 
 
 def _configure_generation(
-    model: Any, tokenizer: Any, generation: GenerationSettings, max_target_length: int
+    model: Any,
+    tokenizer: Any,
+    generation: GenerationSettings,
+    max_target_length: int,
 ) -> None:
     """Sets the special tokens and the beam search in the configs that are saved with the model."""
     tokens = {
@@ -104,12 +107,9 @@ def _configure_generation(
     model.config.update(tokens)
     model.config.vocab_size = model.config.decoder.vocab_size
     model.config.hidden_size = model.config.encoder.hidden_size  # for DeepSpeed's `auto` sizes
-    search: dict[str, Any] = {"num_beams": generation.num_beams}
-    if generation.num_beams > 1:
-        search["length_penalty"] = generation.length_penalty
     model.generation_config = GenerationConfig(
         **tokens,
-        **search,
+        num_beams=generation.num_beams,
         max_new_tokens=max_target_length,
         no_repeat_ngram_size=generation.no_repeat_ngram_size,
     )

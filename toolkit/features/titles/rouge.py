@@ -13,44 +13,39 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 from toolkit.data.jieba_tokenizer import load_jieba
-from toolkit.errors import UserError
 from toolkit.features.titles.readable import HAN, KANA
-from toolkit.features.titles.settings import Segmenter
 
 KINDS = ("rouge1", "rouge2", "rougeL")
-FOREIGN_SHARE = 0.2
-"""If the share of Chinese among the references' letters is greater, `auto` takes jieba; if only
-that of all letters but a-z is, char (whole words of Korean or Russian)."""
-
+_FOREIGN_SHARE = 0.2
 _HAN = re.compile(f"[{HAN}]")
 _CHARACTERS = re.compile(rf"[{HAN}{KANA}]|[^\W_{HAN}{KANA}]+(?:(?<=\d)\.\d+)*")
 
 
-def resolve(segmenter: Segmenter, references: Sequence[str]) -> Segmenter:
-    """Replaces `auto`. Raises UserError for `word` if it would ignore the references' letters:
-    every score would be 0."""
+def resolve(segmenter: str, references: Sequence[str]) -> str:
+    """Replaces `auto`: by `jieba` if more than a fifth of the references' letters are Chinese, by
+    `char` if as many are no a-z (whole words of Korean or Russian), else by `word`."""
+    if segmenter != "auto":
+        return segmenter
     letters = "".join(filter(str.isalpha, "".join(references)))
-    many = FOREIGN_SHARE * len(letters)
-    usual: Segmenter = "word"
+    many = _FOREIGN_SHARE * len(letters)
     if len(_HAN.findall(letters)) > many:
-        usual = "jieba"
-    elif sum(not letter.isascii() for letter in letters) > many:
-        usual = "char"
-    if segmenter == "word" and usual != "word":
-        why = f"more than {FOREIGN_SHARE:.0%} of the references' letters are others"
-        remedy = "choose jieba, char or auto"
-        raise UserError(f"--rouge_segmenter word ignores all letters but a-z, and {why}: {remedy}")
-    return usual if segmenter == "auto" else segmenter
+        return "jieba"
+    if sum(not letter.isascii() for letter in letters) > many:
+        return "char"
+    return "word"
 
 
 def scores(
-    predictions: Sequence[str], references: Sequence[str], segmenter: Segmenter
+    predictions: Sequence[str],
+    references: Sequence[str],
+    segmenter: str,
 ) -> list[dict[str, float]]:
-    """{rouge1, rouge2, rougeL} of each pair: F-measures from 0 to 1; 0 for an empty text.
-    `segmenter`: not `auto` (`resolve`). Raises ValueError for lists of different lengths."""
+    """{rouge1, rouge2, rougeL} of each pair: F-measures from 0 to 1; 0 for an empty text. Raises
+    ValueError for lists of different lengths."""
     from rouge_score.rouge_scorer import RougeScorer  # imports nltk, a second
 
-    scorer = RougeScorer(KINDS, tokenizer=SimpleNamespace(tokenize=tokenize_of(segmenter)))
+    tokenize = tokenize_of(resolve(segmenter, references))
+    scorer = RougeScorer(KINDS, tokenizer=SimpleNamespace(tokenize=tokenize))
     scored = []
     for prediction, reference in zip(predictions, references, strict=True):
         result = scorer.score(reference, prediction)
@@ -58,8 +53,9 @@ def scores(
     return scored
 
 
-def tokenize_of(segmenter: Segmenter) -> Callable[[str], list[str]]:
-    """A function from a text to its words."""
+def tokenize_of(segmenter: str) -> Callable[[str], list[str]]:
+    """A function from a text to its words. `word`: runs of a-z and 0-9 without stemming, as in
+    published English results; `char`: Chinese characters, all other words and numbers."""
     if segmenter == "word":
         from rouge_score.tokenizers import DefaultTokenizer
 

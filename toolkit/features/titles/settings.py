@@ -11,11 +11,6 @@ from toolkit.config.sections import LongTrainingSettings, PretrainedSettings, Te
 
 KIND = "encoder-decoder"
 """`model_type` in the config.json of models that write titles."""
-Segmenter = Literal["auto", "word", "jieba", "char"]
-"""word: runs of a-z and 0-9 in lower case without stemming, as in published English results.
-jieba: Chinese words, English ones and numbers; char: Chinese characters, all other words and
-numbers.
-auto: jieba, char or word, depending on the references."""
 
 
 @section
@@ -35,13 +30,11 @@ class GenerationSettings:
 
     num_beams: int = Field(default=4, ge=1)
     """Beams of the search; 1 is greedy search."""
-    length_penalty: float = 1.0
-    """For more than one beam: above 0 it favours longer titles, below 0 shorter ones."""
     no_repeat_ngram_size: int = Field(default=0, ge=0)
     """No n-gram of this many tokens occurs twice in a title; 0: no limit."""
-    rouge_segmenter: Segmenter = "auto"
-    """What ROUGE counts: words, Chinese words by jieba, or characters; `auto` looks at the
-    references."""
+    rouge_segmenter: Literal["auto", "jieba", "char"] = "auto"
+    """What ROUGE counts: Chinese words, found by jieba, or characters; `auto` looks at the
+    references, and counts English words as published results do."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

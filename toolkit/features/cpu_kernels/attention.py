@@ -27,12 +27,11 @@ _SCORES = 1 << 19
 # Without dropout only up to this length, and not in float32: it needs memory for each score,
 # torch's kernel does not.
 _SHORT = 256
-_UNSUPPORTED = ("position_bias", "cache", "softcap")
 
 
 def install() -> None:
     """Makes transformers' attention `sdpa` use this one where it is faster, unless another feature
-    has replaced `sdpa`."""
+    has replaced `sdpa`, as `--padding_free` does."""
     if ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward:
         ALL_ATTENTION_FUNCTIONS.register("sdpa", attend)
 
@@ -52,14 +51,14 @@ def attend(
     and no weights. `attention_mask`, to be broadcast to (B, nh, Q, K), is True for keys to attend
     to, or is added to the scores."""
     causal = module.is_causal if is_causal is None else is_causal
-    needs_causal_mask = causal and attention_mask is None and query.shape[2] > 1
-    is_plain = all(options.get(name) is None for name in _UNSUPPORTED)
+    needs_causal_mask = causal and attention_mask is None
+    has_position_bias = options.get("position_bias") is not None
     states = (query, key, value)
     dtype = query.dtype
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
-    is_faster = _is_faster(*states, attention_mask, dropout, dtype)
-    if needs_causal_mask or not is_plain or not is_faster:
+    is_faster = _is_faster(states, attention_mask, dropout, dtype)
+    if needs_causal_mask or has_position_bias or not is_faster:
         return sdpa_attention_forward(
             module, *states, attention_mask, dropout, scaling, is_causal=is_causal, **options
         )
@@ -73,24 +72,26 @@ def attend(
 
 
 def _is_faster(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    states: tuple[Tensor, Tensor, Tensor],
     mask: Tensor | None,
     dropout: float,
     dtype: torch.dtype,
 ) -> bool:
-    if query.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing():
+    """Whether this attention supports these states and mask, and takes less time than torch's."""
+    query, key, value = states
+    if query.device.type != "cpu" or torch.compiler.is_compiling():
         return False
+    # fewer heads of keys, which torch repeats
     if key.shape != value.shape or key.shape[:2] != query.shape[:2]:
         return False
+    # a learned bias, which has no gradient here
     if mask is not None and mask.requires_grad:
         return False
     if dropout:
         # without gradients, too: the first pass of a reentrant checkpoint needs the same random
         # numbers as its second
-        return dropout < 0.99 and dtype.itemsize <= 4
-    trains = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+        return dtype.itemsize <= 4
+    trains = torch.is_grad_enabled() and any(each.requires_grad for each in states)
     return trains and key.shape[2] <= _SHORT and dtype.itemsize == 2
 
 
@@ -104,6 +105,8 @@ def _bias_of(mask: Tensor) -> Tensor:
 
 
 class _Attention(torch.autograd.Function):
+    """softmax(scale * query @ key.T + bias), with dropout, @ value, of some heads at a time."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -160,7 +163,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _mark(probabilities: Tensor, dropout: float) -> None:
-    """Sets the sign bit of random ones in place."""
+    """Sets the sign bit of random ones in place, each with the probability `dropout`."""
     bits = 8 * probabilities.element_size()
     integers: torch.dtype = getattr(torch, f"int{bits}")
     drops = torch.empty(probabilities.shape, dtype=integers).bernoulli_(dropout)

@@ -1,1 +1,0 @@
-"""Faster dropout on a CPU."""

@@ -1,0 +1,1 @@
+"""Faster dropout and attention of training on a CPU."""
