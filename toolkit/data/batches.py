@@ -142,9 +142,10 @@ def _halve_to_multiple(cut: list[np.ndarray], lengths: np.ndarray, world: int) -
     while len(cut) % world:
         padded = []
         for batch in cut:
-            tokens = len(batch) * _round_up(int(lengths[batch[0]]))
-            is_divisible = len(batch) > 1
-            padded.append(tokens if is_divisible else 0)
+            tokens = 0
+            if len(batch) > 1:
+                tokens = len(batch) * _round_up(int(lengths[batch[0]]))
+            padded.append(tokens)
         largest = int(np.argmax(padded))
         if padded[largest]:
             cut[largest : largest + 1] = np.array_split(cut[largest], 2)
