@@ -135,6 +135,8 @@ def test_several_columns_hold_nothing_but_0_and_1(odd: Any) -> None:
         ([["a"], ["a"]], {}, "at least two classes"),
         ([[], []], {}, "at least two classes"),
         (TEXTS, {}, "490 different values in 490 rows: is it the label"),
+        ([{"a": 1}, {"a": 2}], {}, "holds {'a': 1}, no class"),
+        ([[["a"]], [["b"]]], {}, "no class"),
     ],
 )
 def test_columns_that_are_no_labels(cells: list[Any], settings: Any, expected: str) -> None:

@@ -317,3 +317,8 @@ def test_the_rows_that_are_held_out_stay_the_same_from_version_to_version(
     assert data.validation.rows.tolist() == HELD_BACK[seed]
     assert data.train.rows.tolist() == sorted(set(range(30)) - set(HELD_BACK[seed]))
     assert counts_of(data, "validation") == {"a": 3, "b": 3}
+
+
+def test_classes_that_differ_in_case_and_blanks_are_named(prepared: Prepare) -> None:
+    notes = prepared(rows_of({"pos": 6, "Pos ": 6, "neg": 6})).notes
+    assert any("'Pos'" in note and "'pos'" in note for note in notes)

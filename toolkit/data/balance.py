@@ -72,8 +72,15 @@ def weigh_classes(data: Data, objective: ObjectiveSettings, device: torch.device
 def _notes_on_classes(
     splits: Mapping[str, Split], labels: Labels, counts: np.ndarray
 ) -> Iterator[str]:
-    """How many rows each class has, and which classes an evaluated split lacks."""
+    """How many rows each class has, which names are alike but for case and blanks, and which
+    classes an evaluated split lacks."""
     yield f"rows of each class in train: {_listed(labels, counts, counts, '{:d}')}"
+    alike: dict[str, list[str]] = {}
+    for name in labels.names:
+        alike.setdefault("".join(name.split()).casefold(), []).append(repr(name))
+    for group in alike.values():
+        if len(group) > 1:
+            yield f"classes {listing(group)} have almost the same name: write it in one way"
     for name, split in splits.items():
         missing = np.flatnonzero(_class_counts(labels, split) == 0)
         if name != "train" and len(missing):

@@ -254,11 +254,15 @@ def _labels_of_column(
 
 
 def _names_in(cells: list[Any], problem: ProblemType, separator: str | None) -> tuple[str, ...]:
-    """The classes that distinct cells name, in natural order."""
+    """The classes that distinct cells name, in natural order. Raises ValueError for objects and
+    lists."""
     names: set[str] = set()
     for cell in cells:
         parts = [cell] if problem == SINGLE else class_names(cell, separator)
-        names.update(map(class_name, parts))
+        for part in parts:
+            if isinstance(part, dict | list):
+                raise ValueError(f"holds {str(part)[:60]}, no class: make a column of the label")
+            names.add(class_name(part))
     return natural_order(names - {""})
 
 
