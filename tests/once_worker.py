@@ -23,7 +23,7 @@ from toolkit.evaluation.outputs import BatchSizes
 from toolkit.objective.losses import sample_losses
 from toolkit.training.optimizer import make_scheduler, parameter_groups
 from toolkit.training.prepare import prepare_for_strategy
-from toolkit.training.schedule import make_schedule
+from toolkit.training.schedule import make_schedule, max_micro_batches
 from toolkit.training.steps import Steps
 
 # Batches of one, two or more samples, as their lengths allow.
@@ -44,10 +44,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(model_path, num_labels=2)
     optimizer = torch.optim.AdamW(parameter_groups(model, 0.01), lr=1e-4)
-    schedule = make_schedule(
-        settings, fake_split(2 * global_batch + 1, even=True), accelerator.num_processes
-    )
-    model, optimizer = prepare_for_strategy(accelerator, settings, schedule, model, optimizer)
+    model, optimizer = prepare_for_strategy(accelerator, settings, 1, model, optimizer)
     scheduler = make_scheduler(optimizer, settings, 1000)
     for size in range(1, 2 * global_batch + 2):
         for even, most in ((True, None), (False, None), (False, _MOST_TOKENS)):
@@ -67,8 +64,9 @@ def main() -> None:
             chosen = TrainingSettings(
                 **{**vars(settings), "group_by_length": bucketed, "max_tokens_per_batch": most}
             )
-            schedule = make_schedule(chosen, split, accelerator.num_processes)
-            accelerator.gradient_accumulation_steps = schedule.accumulation
+            accumulation = max_micro_batches(chosen, split, accelerator.num_processes)
+            accelerator.gradient_accumulation_steps = accumulation
+            schedule = make_schedule(chosen, split)
             model._forward_pre_hooks.clear()  # the checks of the steps before
             steps = Steps(
                 accelerator, split, tokenizer, chosen, schedule, model, optimizer, scheduler
@@ -76,7 +74,7 @@ def main() -> None:
             seen: list[int] = []
             for step in steps:
                 for count, batch in enumerate(step.micro_batches(model), 1):
-                    assert count <= steps.schedule.accumulation
+                    assert count <= accumulation
                     assert most is None or batch.inputs["input_ids"].numel() <= most
                     seen += batch.ids[batch.weights > 0].tolist()
                     logits = model(**batch.inputs).logits

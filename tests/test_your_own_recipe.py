@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,23 @@ import torch
 from safetensors.numpy import load_file
 from transformers import AutoModelForSequenceClassification, BertConfig, BertModel
 
+import toolkit
+from tests.faults import refusal
 from tests.jobs_worker import run_jobs
-from tests.runs import ROOT, WAYS, lines_of, losses_of
+from tests.runs import ROOT, WAYS, lines_of, losses_of, start
 
 PAGES = [ROOT / "docs" / "your-own-recipe.md", ROOT / "docs" / "your-own-recipe.zh.md"]
-AGAIN = ("learned", "sgd", "schedule", "own_model", "noise")  # stopped and resumed, too
+AGAIN = ("learned", "sgd", "own_model", "noise")  # stopped and resumed, too
 # run -> (edit, its settings)
 JOBS: dict[str, tuple[str, list[Any]]] = {
     "focal": ("focal", ["--gamma", 1.5, "--rare_weight", 2]),
     "learned with LoRA": ("learned", ["--lora_r", 4, "--ema_decay", 0.5]),
     "contrastive in fewer": ("contrastive", ["--per_device_batch_size", 22]),
     "metric": ("metric", ["--metric_for_best_model", "mcc"]),
-    **{edit: (edit, []) for edit in ("entropy", "contrastive", "frozen", *AGAIN)},
+    **{
+        edit: (edit, [])
+        for edit in ("entropy", "contrastive", "frozen", "schedule", "logged", *AGAIN)
+    },
     **{f"{edit} again": (edit, []) for edit in AGAIN},
     "pair": ("", ["--text_pair", "second", "--model_name_or_path", "PAIRS"]),
 }
@@ -182,11 +188,41 @@ def test_frozen_layers_do_not_change(runs_of: Callable[[str], Path], tiny_model:
     ).any()
 
 
-def test_a_custom_model_saves_its_files(runs_of: Callable[[str], Path]) -> None:
-    model = runs_of("single") / "own_model" / "model"
-    assert {"head.weight", "head.bias"} <= set(load_file(model / "model.safetensors"))
-    assert (model / "classes.txt").read_text() == "2\n"
-    assert (model / "encoder" / "config.json").is_file()
+def test_a_custom_model_is_loaded_as_the_page_says(
+    runs_of: Callable[[str], Path], tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = runs_of("single")
+    (program,) = re.findall(r"```python\n(.*?)```", PAGES[0].read_text(encoding="utf-8"), re.DOTALL)
+    program = program.replace("from my_recipe", "from own_own_model")
+    program = program.replace("runs/mine/model", str(runs / "own_model" / "model"))
+    program = program.replace("bert-base-chinese", str(tiny_model))
+    done = start([sys.executable, "-c", program], env={"PYTHONPATH": f"{runs}:{ROOT}"})
+    assert done.code == 0, done.err
+    assert re.fullmatch(r"tensor\(\[\[0\.\d+, 0\.\d+\]\]\)", done.out.strip())
+    assert (runs / "own_model" / "model" / "encoder" / "config.json").is_file()
+    refusal(toolkit.predict, runs / "own_model" / "model", ["a"], says=["config.json", "your own"])
+
+
+def test_a_logged_number_is_the_mean_over_the_global_batch(
+    runs_of: Callable[[str], Path],
+) -> None:
+    """Of 22 samples, or of the last ones of an epoch."""
+    for line in lines_of(runs_of("single") / "logged" / "metrics.jsonl"):
+        right = line["train_accuracy"] * line["samples"]
+        assert right == pytest.approx(round(right), abs=1e-4)
+        assert 0 < right < line["samples"]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("way", ["ddp x2", "zero3 x2", *SLOW_WAYS])
+def test_a_logged_number_is_equal_under_every_launch(
+    way: str, runs_of: Callable[[str], Path]
+) -> None:
+    several, one = (
+        [line["train_accuracy"] for line in lines_of(runs_of(each) / "logged" / "metrics.jsonl")]
+        for each in (way, "single")
+    )
+    assert several == pytest.approx(one, rel=1e-6)
 
 
 def test_a_parameter_of_the_loss_is_trained_and_saved(runs_of: Callable[[str], Path]) -> None:

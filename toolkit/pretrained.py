@@ -131,6 +131,9 @@ def _refuse_wrong_folder(folder: Path) -> None:
     LFS."""
     if (folder / "model" / "config.json").is_file():
         raise UserError(f"{folder} is a run's folder: pass its model, {folder / 'model'}")
+    if (folder / "model.safetensors").is_file() and not (folder / _CONFIG).is_file():
+        how = "load it in Python: docs/your-own-recipe.md, Another model class"
+        raise UserError(f"{folder} has no {_CONFIG}: if it is of a class of your own, {how}")
     for file in folder.glob("*"):
         if file.is_file():
             refuse_lfs_pointer(file)

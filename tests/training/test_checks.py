@@ -146,8 +146,8 @@ def test_a_loop_that_would_train_otherwise(name: str, no_launcher: None) -> None
     model.tokens.requires_grad_(False)
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer: Any = torch.optim.SGD(trained, lr=0.1)
-    schedule = make_schedule(settings, split_of(), 1)
-    model, optimizer = prepare_for_strategy(accelerator, settings, schedule, model, optimizer)
+    schedule = make_schedule(settings, split_of())
+    model, optimizer = prepare_for_strategy(accelerator, settings, 4, model, optimizer)
     scheduler = make_scheduler(optimizer, settings, schedule.total_steps)
     steps = Steps(
         accelerator, split_of(), TOKENIZER, settings, schedule, model, optimizer, scheduler

@@ -53,7 +53,8 @@ def make(name: str) -> tuple[Any, Any]:
     kind: Any = "linear" if name in SCHEDULES else name
     settings = TrainingSettings(learning_rate=1e-3, lr_scheduler_type=kind, **warmup)  # type: ignore[arg-type]
     optimizer.step_was_skipped = False  # type: ignore[attr-defined]  # as of a prepared one
-    return optimizer, make_scheduler(optimizer, settings, TOTAL, SCHEDULES.get(name))
+    own = SCHEDULES[name](optimizer) if name in SCHEDULES else None
+    return optimizer, make_scheduler(optimizer, settings, TOTAL, own)
 
 
 def take(optimizer: Any, scheduler: Any) -> list[Any]:

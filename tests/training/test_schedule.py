@@ -16,7 +16,7 @@ from toolkit.data.batches import Batch
 from toolkit.data.tokens import Split
 from toolkit.objective.losses import sample_losses
 from toolkit.training.optimizer import make_scheduler
-from toolkit.training.schedule import make_schedule
+from toolkit.training.schedule import make_schedule, max_micro_batches
 from toolkit.training.steps import Step
 
 
@@ -28,39 +28,29 @@ from toolkit.training.steps import Step
      ({"global_batch_size": 1000}, 5, 1, 3)],
 )  # fmt: skip
 def test_steps(options: dict[str, Any], samples: int, steps_per_epoch: int, total: int) -> None:
-    for processes in range(1, 9):
-        schedule = make_schedule(
-            TrainingSettings(**options), of_lengths(np.full(samples, 8)), processes
-        )
-        assert (schedule.steps_per_epoch, schedule.total_steps) == (steps_per_epoch, total)
+    schedule = make_schedule(TrainingSettings(**options), of_lengths(np.full(samples, 8)))
+    assert (schedule.steps_per_epoch, schedule.total_steps) == (steps_per_epoch, total)
 
 
 @pytest.mark.parametrize(
-    ("per_device", "processes", "accumulation", "micro"),
-    [(32, 1, 1, 32), (8, 1, 4, 8), (8, 2, 2, 8), (8, 4, 1, 8), (8, 3, 2, 6), (5, 1, 7, 5), (100, 2, 1, 16),
-     (1, 64, 1, 1)],
-)  # fmt: skip
-def test_accumulation(per_device: int, processes: int, accumulation: int, micro: int) -> None:
+    ("per_device", "processes", "accumulation"),
+    [(32, 1, 1), (8, 1, 4), (8, 2, 2), (8, 4, 1), (8, 3, 2), (5, 1, 7), (100, 2, 1), (1, 64, 1)],
+)
+def test_accumulation(per_device: int, processes: int, accumulation: int) -> None:
     settings = TrainingSettings(global_batch_size=32, per_device_batch_size=per_device)
-    schedule = make_schedule(settings, of_lengths(np.full(1000, 8)), processes)
-    assert (schedule.accumulation, schedule.micro_batch_size) == (accumulation, micro)
+    train = of_lengths(np.full(1000, 8))
+    assert max_micro_batches(settings, train, processes) == accumulation
 
 
 def test_a_text_longer_than_any_batch() -> None:
-    lengths = np.array([8, 100, 30])
+    train = of_lengths(np.array([8, 100, 30]))
     says = (
         "--max_tokens_per_batch 99",
         "the longest text, which has 100 tokens",
         "--max_length 99",
     )
-    refusal(
-        make_schedule,
-        TrainingSettings(max_tokens_per_batch=99),
-        of_lengths(lengths),
-        processes=1,
-        says=says,
-    )
-    make_schedule(TrainingSettings(max_tokens_per_batch=100), of_lengths(lengths), processes=1)
+    refusal(max_micro_batches, TrainingSettings(max_tokens_per_batch=99), train, 1, says=says)
+    max_micro_batches(TrainingSettings(max_tokens_per_batch=100), train, 1)
 
 
 TOKENIZER = SimpleNamespace(pad_token_id=0, padding_side="right")
@@ -99,10 +89,10 @@ def split_of() -> Split:
     ],
 )  # fmt: skip
 def test_evaluations(options: dict[str, Any], steps: list[int]) -> None:
-    schedule = make_schedule(TrainingSettings(**options), of_lengths(np.full(100, 8)), processes=3)
-    run: Any = SimpleNamespace(schedule=schedule, collate=None)
+    schedule = make_schedule(TrainingSettings(**options), of_lengths(np.full(100, 8)))
+    run: Any = SimpleNamespace(schedule=schedule)
     due = [
-        Step(run, number, np.zeros(0), run.collate, 1).evaluates
+        Step(run, number, np.zeros(0), [], 1).evaluates
         for number in range(1, schedule.total_steps + 1)
     ]
     assert [number for number, evaluates in enumerate(due, 1) if evaluates] == steps

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 from accelerate import Accelerator
@@ -42,7 +41,7 @@ class RunLog:
         it."""
         self.write_line()
         self._step = metrics.step
-        self._line = asdict(metrics)
+        self._line = metrics.line()
         self._track("train", self._line, metrics.step)
         now = time.monotonic()
         first_or_last = metrics.step in (self.done + 1, self.total)

@@ -183,7 +183,7 @@ class Checkpoints:
             "scheduler_steps": self.scheduler.scheduler.last_epoch,
             "loss_scale": scaler_state(accelerator, self.optimizer),
             "best": self.best.state(),
-            "metrics": nan_to_none(vars(metrics)),
+            "metrics": nan_to_none(metrics.line()),
             "lines": {name: self._count_lines(name) for name in ("metrics.jsonl", "eval.jsonl")},
             "random": gather_object([random_states(accelerator.device)]),
             **self.facts,

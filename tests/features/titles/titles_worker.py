@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 
-from tests.splits import of_lengths
 from toolkit import launch
 from toolkit.config import PretrainedSettings, TrainingSettings
 from toolkit.data.tokenizer import load_tokenizer
@@ -26,7 +25,6 @@ from toolkit.models.to_bigbird import long_model
 from toolkit.objective.losses import token_losses
 from toolkit.training.optimizer import parameter_groups
 from toolkit.training.prepare import prepare_for_strategy
-from toolkit.training.schedule import make_schedule
 
 SIZES, BATCH, LONGEST = (1, 2, 3, 7), 2, 9
 
@@ -42,8 +40,7 @@ def main() -> None:
     tokenizer = load_tokenizer(long)
     model: Any = load_title_model(settings, long, generation, tokenizer, LONGEST, seed=1)
     optimizer = torch.optim.AdamW(parameter_groups(model, 0.01), lr=1e-4)
-    schedule = make_schedule(training, of_lengths(np.full(8, 9)), accelerator.num_processes)
-    model, optimizer = prepare_for_strategy(accelerator, training, schedule, model, optimizer)
+    model, optimizer = prepare_for_strategy(accelerator, training, 1, model, optimizer)
 
     def evaluate(split: TitleSplit) -> Evaluation:
         """As recipes/title.py."""
