@@ -5,7 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
+import toolkit
 from tests.runs import ROOT
 from toolkit.cli import build_parser
 from toolkit.config import sections_of, tasks
@@ -66,16 +68,20 @@ def test_every_page_exists_in_both_languages_with_the_same_programs(page: str) -
     )
     for text, other in ((english, f"{page}.zh.md"), (chinese, f"{page}.md")):
         assert f"]({other})" in "".join(text.splitlines(keepends=True)[:4])
-    if page not in (
-        "first-labels",
-        "your-own-feature",
-    ):  # with texts of its language; only in English
+    if page != "first-labels":  # with texts of its language
         programs, translated = (
             re.findall(r"```(?:python|diff)\n(.*?)```", text, re.S) for text in (english, chinese)
         )
         assert [re.sub("#.*", "", text) for text in programs] == [
             re.sub("#.*", "", text) for text in translated
         ]
+
+
+@pytest.mark.parametrize("page", ["data.md", "data.zh.md"])
+def test_a_settings_file_of_the_docs_is_valid(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    (settings,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    toolkit.settings("cls", **yaml.safe_load(settings))
 
 
 # it defines a setting and a command; decisions.md names what was dropped
