@@ -208,7 +208,7 @@ def test_a_logged_number_is_the_mean_over_the_global_batch(
 ) -> None:
     """Of 22 samples, or of the last ones of an epoch."""
     for line in lines_of(runs_of("single") / "logged" / "metrics.jsonl"):
-        right = line["train_accuracy"] * line["samples"]
+        right = line["accuracy"] * line["samples"]
         assert right == pytest.approx(round(right), abs=1e-4)
         assert 0 < right < line["samples"]
 
@@ -219,7 +219,7 @@ def test_a_logged_number_is_equal_under_every_launch(
     way: str, runs_of: Callable[[str], Path]
 ) -> None:
     several, one = (
-        [line["train_accuracy"] for line in lines_of(runs_of(each) / "logged" / "metrics.jsonl")]
+        [line["accuracy"] for line in lines_of(runs_of(each) / "logged" / "metrics.jsonl")]
         for each in (way, "single")
     )
     assert several == pytest.approx(one, rel=1e-6)

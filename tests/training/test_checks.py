@@ -1,13 +1,16 @@
 """toolkit/training/checks.py: what an edited loop calls wrongly is an error in its first steps."""
 
+import math
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -20,6 +23,7 @@ from toolkit.config import TrainingSettings
 from toolkit.launch.environment import OTHER_RANDOMNESS
 from toolkit.training import verified
 from toolkit.training.checks import check_before_prepare, check_tokenizer
+from toolkit.training.metrics import mean_by_name
 from toolkit.training.optimizer import make_scheduler
 from toolkit.training.prepare import prepare_for_strategy
 from toolkit.training.schedule import make_schedule
@@ -133,15 +137,15 @@ LOOPS: dict[str, tuple[Loop, tuple[str, ...]]] = {
     "no micro-batches": (lambda it: it.backward(it.mean(it.losses())), ("step 2", "0 means")),
     "dropout in the evaluation": (
         lambda it: it.backward(it.mean(it.losses())), ("model.eval()",)),
+    "a mean that is logged": (
+        lambda it: it.step.log("mine", it.losses().mean()), ("step.log", "4 values", "()")),
     "no norm": (lambda it: it.backward(it.mean(it.losses())), ("step 1", "clip_grad_norm_")),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_a_loop_that_would_train_otherwise(name: str, no_launcher: None) -> None:
-    micro_batch, says = LOOPS[name]
+def toy_steps(accelerator: Accelerator) -> Steps:
+    """Seven steps of 16 texts in four micro-batches, and a shorter one."""
     settings = TrainingSettings(global_batch_size=16, num_train_epochs=2, per_device_batch_size=4)
-    accelerator = Accelerator(cpu=True)
     model = Toy()
     model.tokens.requires_grad_(False)
     trained = [each for each in model.parameters() if each.requires_grad]
@@ -149,9 +153,16 @@ def test_a_loop_that_would_train_otherwise(name: str, no_launcher: None) -> None
     schedule = make_schedule(settings, split_of())
     model, optimizer = prepare_for_strategy(accelerator, settings, 4, model, optimizer)
     scheduler = make_scheduler(optimizer, settings, schedule.total_steps)
-    steps = Steps(
-        accelerator, split_of(), TOKENIZER, settings, schedule, model, optimizer, scheduler
-    )
+    objects = (schedule, model, optimizer, scheduler)
+    return Steps(accelerator, split_of(), TOKENIZER, settings, *objects)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_that_would_train_otherwise(name: str, no_launcher: None) -> None:
+    micro_batch, says = LOOPS[name]
+    accelerator = Accelerator(cpu=True)
+    steps = toy_steps(accelerator)
+    model, optimizer, scheduler = steps.model, steps.optimizer, steps.scheduler
 
     def loop() -> None:
         for step in steps:
@@ -174,3 +185,29 @@ def test_a_loop_that_would_train_otherwise(name: str, no_launcher: None) -> None
                 model(batch)
 
     refusal(loop, says=says) if says else loop()
+
+
+def test_logged_numbers(no_launcher: None) -> None:
+    """They are means over the global batch; null if a micro-batch or a process lacks them."""
+    accelerator = Accelerator(cpu=True)
+    steps = toy_steps(accelerator)
+    step = next(iter(steps))
+    for number, batch in enumerate(step.micro_batches(steps.model)):
+        losses = steps.model(batch)
+        step.log("twice", 2 * losses)
+        step.log("right", batch.ids % 2 == 0)
+        if number:
+            step.log("not always", losses)
+        accelerator.backward(step.mean(losses))
+    step.grad_norm = torch.ones(())
+    steps.optimizer.step()
+    steps.scheduler.step()
+    (metrics,) = steps.finish(step)
+    line = metrics.line()
+    assert line["twice"] == pytest.approx(2 * line["loss"])
+    assert line["right"] == np.mean(split_of().rows[step.indices] % 2 == 0)
+    assert math.isnan(line["not always"])
+    by_rank = [{"both": 1.0, "first": 3.0}, {"both": 2.0}]
+    assert mean_by_name(by_rank, 6) == {"both": 0.5, "first": pytest.approx(math.nan, nan_ok=True)}
+    with pytest.raises(TypeError, match="'loss'"):
+        replace(metrics, logged={"loss": 1.0}).line()

@@ -1,5 +1,6 @@
 """toolkit/training: numbers of steps and micro-batches, loss normalisation, learning rates."""
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,6 +97,24 @@ def test_evaluations(options: dict[str, Any], steps: list[int]) -> None:
         for number in range(1, schedule.total_steps + 1)
     ]
     assert [number for number, evaluates in enumerate(due, 1) if evaluates] == steps
+
+
+def test_a_step_has_no_attributes_of_a_recipe() -> None:
+    step = Step(SimpleNamespace(), 1, np.zeros(0), [], 1)  # type: ignore[arg-type]
+    step.grad_norm = 1.0
+    with pytest.raises(AttributeError, match="grad_nrom"):
+        step.grad_nrom = 1.0  # type: ignore[attr-defined]
+
+
+def test_a_scheduler_is_one_of_the_prepared_optimizer() -> None:
+    optimizer, other = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]) for _ in range(2))
+    make = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=9)
+    own = make(optimizer)
+    prepared = Accelerator(cpu=True).prepare(optimizer)
+    assert make_scheduler(prepared, TrainingSettings(), 9, own).scheduler is own
+    for wrong in (make(other), make):
+        says = ["run.prepare(model, optimizer, scheduler)"]
+        refusal(make_scheduler, prepared, TrainingSettings(), 9, wrong, says=says)
 
 
 def rates(total: int, **options: Any) -> list[float]:

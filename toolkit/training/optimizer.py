@@ -107,8 +107,8 @@ def make_scheduler(
     total_steps: int,
     own: Any = None,
 ) -> AcceleratedScheduler:
-    """The schedule of `--lr_scheduler_type` for a prepared optimizer, or the recipe's `own`, stepped
-    once per optimizer step.
+    """The schedule of `--lr_scheduler_type` for a prepared optimizer, or the recipe's `own`,
+    stepped once per optimizer step.
 
     A step that fp16 skips does not count. Do not pass it to `accelerator.prepare`, which would step
     it once per process. It may depend on the number of steps alone. Raises UserError for a schedule
