@@ -131,9 +131,6 @@ def _refuse_wrong_folder(folder: Path) -> None:
     LFS."""
     if (folder / "model" / "config.json").is_file():
         raise UserError(f"{folder} is a run's folder: pass its model, {folder / 'model'}")
-    if (folder / "model.safetensors").is_file() and not (folder / _CONFIG).is_file():
-        how = "load it in Python: docs/your-own-recipe.md, Another model class"
-        raise UserError(f"{folder} has no {_CONFIG}: if it is of a class of your own, {how}")
     for file in folder.glob("*"):
         if file.is_file():
             refuse_lfs_pointer(file)
@@ -165,6 +162,13 @@ def _load_error(name: str, attention: str | None, error: Exception) -> str:
         )
     if attention and re.search("attn|attention|kernel", str(error), re.IGNORECASE):
         return f"--attn_implementation {attention} cannot be used: {reason}"
+    weights = Path(name) / "model.safetensors"
+    if weights.is_file() and re.search(r"config\.json|recognize", str(error)):
+        return (
+            f"model {name} is of no class of transformers. If a recipe of yours defines its class, "
+            "predict in Python: build the model as the recipe does, then "
+            f"`model.load_state_dict(safetensors.torch.load_file({str(weights)!r}))` [{reason}]"
+        )
     return (
         f"model {name} cannot be loaded: give a folder with config.json, weights and tokenizer "
         "(`toolkit convert` makes one of a checkpoint or an adapter), or a hub name (needs a "

@@ -31,7 +31,7 @@ def _names(answers: Answers, with_probabilities: bool) -> list[str]:
     return ["prediction"]
 
 
-def answer_columns(answers: Answers, outputs: Any, names: list[str]) -> dict[str, list[Any]]:
+def columns_of(answers: Answers, outputs: Any, names: list[str]) -> dict[str, list[Any]]:
     """The columns with these names, for titles or (N, C) logits."""
     columns: dict[str, list[Any]] = {name: [] for name in names}
     for line in answers.answers(outputs):

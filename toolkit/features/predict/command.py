@@ -25,7 +25,7 @@ from toolkit.data.tokens import Split
 from toolkit.data.write import output_format, write_rows
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.answers import DECISIONS
-from toolkit.features.predict.columns import answer_columns, new_columns
+from toolkit.features.predict.columns import columns_of, new_columns
 from toolkit.features.predict.job import Job, empty_rows, sibling
 from toolkit.features.predict.parts import Parts
 from toolkit.utils.files import replace_file
@@ -156,7 +156,7 @@ def _compute(job: Job, parts: Parts, finished: dict[str, int], names: list[str])
         rows += len(split)
         empty += [window.start + row for row in empty_rows(texts)]
         if outputs is not None:
-            columns = answer_columns(job.saved.answers, outputs, names)
+            columns = columns_of(job.saved.answers, outputs, names)
             parts.write(window.part, columns)
             unanswered += columns.get("prediction", []).count(None)
     job.warn_of_empty(empty, rows)
