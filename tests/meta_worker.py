@@ -35,7 +35,8 @@ from toolkit.features.padding_free import attention as padding_free
 from toolkit.features.padding_free.collator import PackedCollator
 from toolkit.features.titles.evaluation import Writer
 from toolkit.run import Run
-from toolkit.training.steps import Steps
+from toolkit.training import steps
+from toolkit.training.steps import Step, Steps
 
 DEVICE = torch.device("meta")
 MODE: Any = contextlib.nullcontext()
@@ -143,14 +144,10 @@ def on_cpu(compute: Any) -> Any:
     return compute_on_cpu
 
 
-def gather_numbers(accelerator: Accelerator, sent: torch.Tensor) -> Any:
-    """For log lines: ones, and no stop signal."""
-    if accelerator.device.type == "cpu":
-        return sent
-    assert sent.device == DEVICE
-    numbers = torch.ones(sent.shape)
-    numbers[:, -2] = 0
-    return numbers
+def sums_on_device(step: Step) -> dict[str, float]:
+    """For log lines: ones."""
+    assert {each.device for values in step._values.values() for each in values} == {DEVICE}
+    return dict.fromkeys(step._values, 1.0)
 
 
 def to_device(model: torch.nn.Module) -> torch.nn.Module:
@@ -195,7 +192,8 @@ def trace(module: str, words: list[str | float]) -> dict[str, Any]:
 
     Steps.__iter__, Run._log_steps = steps_noted, log_noted  # type: ignore[method-assign]
     Run._try_evaluation = lambda *_: None  # type: ignore[method-assign]
-    Accelerator.gather, Accelerator.gather_for_metrics = gather_numbers, gather_or_end
+    Accelerator.gather_for_metrics = gather_or_end
+    Step.sums, steps.norm_of = sums_on_device, lambda norm: 1.0  # type: ignore[method-assign]
     error = "no evaluation"
     try:
         recipe.main()
