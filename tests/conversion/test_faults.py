@@ -76,6 +76,12 @@ def weights_in(content: bytes) -> list[int]:
     return [content.index(tensor.detach().numpy().tobytes()) + 3 for tensor in tensors]
 
 
+def test_a_run_without_checkpoints_names_its_model(tmp_path: Path) -> None:
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "model" / "model.safetensors").touch()
+    fault_of(tmp_path / "run", "has no checkpoint", str(tmp_path / "run" / "model"))
+
+
 @pytest.mark.parametrize("name", ["zero2-bf16 x3", "zero3-bf16 x3"])
 def test_missing_ranks_are_named(name: str, copied: Copy) -> None:
     root = copied(name)
