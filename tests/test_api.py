@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from functools import partial
 from pathlib import Path
 from textwrap import indent
@@ -16,7 +17,7 @@ import toolkit
 from tests.evaluation.columns import save_columns
 from tests.faults import refusal
 from tests.report.made import classifier
-from tests.runs import ROOT, free_port, lines_of, losses_of, recipe
+from tests.runs import ROOT, free_port, lines_of, losses_of, recipe, start
 from toolkit.data.labels import Labels
 
 MORE = (
@@ -29,9 +30,12 @@ ON_A_MODEL, TRAIN, IN_ONE_PROCESS, IN_A_NOTEBOOK = re.findall(
 )
 
 
-def test_all_names_exist() -> None:
-    for names in toolkit._OFFERED.values():
-        assert all(callable(getattr(toolkit, name)) for name in names)
+def test_all_names_exist_and_import_toolkit_is_light() -> None:
+    heavy = "{'torch', 'transformers', 'accelerate', 'numpy'} & set(sys.modules)"
+    code = f"import sys, toolkit; assert 'Run' in dir(toolkit); sys.exit(' '.join({heavy}) or 0)"
+    done = start([sys.executable, "-c", code])
+    assert (done.code, done.err) == (0, "")
+    assert all(callable(getattr(toolkit, name)) for name in dir(toolkit))
     with pytest.raises(AttributeError, match="has no attribute 'evaluat'"):
         _ = toolkit.evaluat
 

@@ -5,7 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
+import toolkit
 from tests.runs import ROOT
 from toolkit.cli import build_parser
 from toolkit.config import sections_of, tasks
@@ -27,8 +29,8 @@ OTHERS = {"config_file", "num_processes", "machine_rank", "main_process_ip", "ma
 ENGLISH = [page for page in (ROOT / "docs").glob("*.md") if ".zh." not in page.name]
 # it defines a setting and a command; decisions.md names what was dropped
 WITH_UNKNOWN_NAMES = ("your-own-feature", "decisions")
-# with texts of its language; only in English
-WITH_OTHER_PROGRAMS = ("first-labels", "your-own-feature")
+# with texts of its language
+WITH_OTHER_PROGRAMS = ("first-labels",)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -58,6 +60,13 @@ def test_every_page_exists_in_both_languages_with_the_same_programs(english: Pat
         blocks = re.findall(r"```(?:python|diff)\n(.*?)```", text, re.S)
         programs.append([re.sub("#.*", "", block) for block in blocks])
     assert programs[0] == programs[1] or english.stem in WITH_OTHER_PROGRAMS
+
+
+@pytest.mark.parametrize("page", ["data.md", "data.zh.md"])
+def test_a_settings_file_of_the_docs_is_valid(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    (settings,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    toolkit.settings("cls", **yaml.safe_load(settings))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

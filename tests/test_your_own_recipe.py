@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 from safetensors.numpy import load_file
 from transformers import AutoModelForSequenceClassification
 
+import toolkit
 from tests import inputs
+from tests.faults import refusal
 from tests.matrix import TINY, runs
-from tests.runs import ROOT, assert_same_run, lines_of, losses_of, recipe, slow_but
+from tests.runs import ROOT, assert_same_run, lines_of, losses_of, recipe, slow_but, start
 
 PAGES = [ROOT / "docs" / "your-own-recipe.md", ROOT / "docs" / "your-own-recipe.zh.md"]
 # run -> (edit, its settings)
@@ -25,7 +28,7 @@ JOBS: dict[str, tuple[str, list[Any]]] = {
     "metric": ("metric", ["--metric_for_best_model", "mcc"]),
 }
 RESUMED = ("learned", "sgd", "schedule", "own_model", "noise")
-JOBS |= {edit: (edit, []) for edit in ("entropy", "contrastive", "frozen", *RESUMED)}
+JOBS |= {edit: (edit, []) for edit in ("entropy", "contrastive", "frozen", "logged", *RESUMED)}
 STEPS, HALF = 6, 3
 WORDS = [*TINY, "--train_file", inputs.reviews, "--eval_every", 3, "--checkpoint_every", HALF, "--learning_rate",
          "5e-3", "--lr_scheduler_type", "constant", "--global_batch_size", 22, "--per_device_batch_size", 6,
@@ -114,11 +117,26 @@ def test_frozen_layers_do_not_change() -> None:
     assert (before != weights_of(single("sgd"))[f"bert.{name}"]).any()
 
 
-def test_a_custom_model_saves_its_files() -> None:
-    model = single("own_model") / "model"
-    assert {"head.weight", "head.bias"} <= set(load_file(model / "model.safetensors"))
-    assert (model / "classes.txt").read_text() == "2\n"
-    assert (model / "encoder" / "config.json").is_file()
+def test_a_custom_model_is_loaded_as_the_page_says() -> None:
+    folder = single("own_model") / "model"
+    (program,) = re.findall(r"```python\n(.*?)```", PAGES[0].read_text(encoding="utf-8"), re.DOTALL)
+    program = program.replace("from my_recipe", "from recipe")
+    program = program.replace("runs/mine/model", str(folder))
+    program = program.replace("bert-base-chinese", str(inputs.tiny_model()))
+    path = words_of("own_model")[0].parent
+    done = start([sys.executable, "-c", program], env={"PYTHONPATH": f"{path}:{ROOT}"})
+    assert done.code == 0, done.err
+    assert re.fullmatch(r"tensor\(\[\[0\.\d+, 0\.\d+\]\]\)", done.out.strip())
+    assert (folder / "encoder" / "config.json").is_file()
+    refusal(toolkit.predict, folder, ["a"], says=["load_state_dict"])
+
+
+def test_a_logged_number_is_the_mean_over_the_global_batch() -> None:
+    """Of 22 samples, or of the last ones of an epoch."""
+    for line in lines_of(single("logged") / "metrics.jsonl"):
+        right = line["accuracy"] * line["samples"]
+        assert right == pytest.approx(round(right), abs=1e-4)
+        assert 0 < right < line["samples"]
 
 
 def test_a_parameter_of_the_loss_is_trained_and_saved() -> None:

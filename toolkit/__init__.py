@@ -33,4 +33,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*sum(_OFFERED.values(), ()), *globals()])
+    return sorted(sum(_OFFERED.values(), ()))

@@ -49,11 +49,11 @@ from toolkit.training.batch_size import fit_batch_size
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.checks import TOKENS, check_tokenizer
 from toolkit.training.metrics import StepMetrics
-from toolkit.training.optimizer import MakeSchedule, make_scheduler
+from toolkit.training.optimizer import make_scheduler
 from toolkit.training.prepare import prepare_for_strategy
 from toolkit.training.resume import Resumed, identity_of, resume_from
 from toolkit.training.run_folder import RunFolder, open_run_folder
-from toolkit.training.schedule import Schedule, make_schedule
+from toolkit.training.schedule import Schedule, make_schedule, max_micro_batches
 from toolkit.training.steps import Step, Steps
 from toolkit.training.verified import script_digest, verification_note
 from toolkit.utils.features import features
@@ -70,8 +70,6 @@ class Run:
     data: Data
     """Set by `load_data`; a recipe may replace it before `prepare`."""
     tokenizer: Any
-    schedule: Schedule
-    """The run's optimizer steps, set by `prepare`."""
     folder: RunFolder
     best: Best
     checkpoints: Checkpoints
@@ -110,28 +108,33 @@ class Run:
         setattr(self.tokenizer, TOKENS, len(self.tokenizer))
         return self.data
 
+    @property
+    def schedule(self) -> Schedule:
+        """The run's optimizer steps, known after `load_data`."""
+        return make_schedule(self.settings.training, self.data.train)
+
     def prepare(
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        make_schedule_of: MakeSchedule | None = None,
+        scheduler: Any = None,
     ) -> tuple[Any, Any, AcceleratedScheduler]:
         """(model, optimizer, scheduler): copied to every process, or sharded, as the config file
         says, with rank 0's weights.
 
-        `make_schedule_of`: optimizer -> a scheduler of torch, in place of `--lr_scheduler_type`;
+        `scheduler`: a scheduler of torch for this optimizer, in place of `--lr_scheduler_type`;
         `run.schedule` has the number of steps. Raises UserError for settings, a model or an
         optimizer that the strategy cannot train."""
         accelerator, train = self.accelerator, self.data.train
         check_tokenizer(self.tokenizer)
         training = self._fit_to_device(model)
-        self.schedule = make_schedule(training, train, accelerator.num_processes)
+        accumulation = max_micro_batches(training, train, accelerator.num_processes)
         model, optimizer = prepare_for_strategy(
-            accelerator, training, self.schedule, model, optimizer
+            accelerator, training, accumulation, model, optimizer
         )
-        total_steps = self.schedule.total_steps
-        scheduler = make_scheduler(optimizer, training, total_steps, make_schedule_of)
-        objects = (self.schedule, model, optimizer, scheduler)
+        schedule = self.schedule
+        scheduler = make_scheduler(optimizer, training, schedule.total_steps, scheduler)
+        objects = (schedule, model, optimizer, scheduler)
         self._steps = Steps(accelerator, train, self.tokenizer, training, *objects)
         return model, optimizer, scheduler
 

@@ -75,6 +75,12 @@ def place_of_a_weight(content: bytes) -> int:
     return content.index(tensor.detach().numpy().tobytes()) + 3
 
 
+def test_a_run_without_checkpoints_names_its_model(tmp_path: Path) -> None:
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "model" / "model.safetensors").touch()
+    assert_refused(tmp_path / "run", "has no checkpoint", str(tmp_path / "run" / "model"))
+
+
 @pytest.mark.parametrize("name", ["zero2-bf16 x3", "zero3-bf16 x3"])
 def test_missing_ranks_are_named(name: str, copied: Copy) -> None:
     root = copied(name)

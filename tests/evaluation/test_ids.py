@@ -103,13 +103,18 @@ def test_an_evaluation_counts_every_sample_once(accelerator: Accelerator) -> Non
     split, model = split_of(23), Echo()
     answers = ClassAnswers(Labels("single_label_classification", ("a", "b"), ("label",)))
 
-    def evaluation_of(is_trial: bool) -> Evaluation:
+    def with_metric(*call: Any) -> dict[str, Any]:
+        return {**classification_metrics(*call), "mine": 1}
+
+    def evaluation_of(is_trial: bool, metrics: Any = with_metric) -> Evaluation:
         ours = outputs_of(accelerator, split, answers=answers, is_trial=is_trial)
         for batch in ours.batches(model):
             logits = model(**batch.inputs).logits
             ours.add(accelerator.gather_for_metrics((batch.ids, logits, logits[:, 1])))
-        return ours.evaluation(lambda *call: {**classification_metrics(*call), "mine": 1})
+        return ours.evaluation(metrics)
 
+    for wrong in (lambda logits, truth: {}, lambda logits, *, truth, labels: {}):
+        refusal(evaluation_of, True, wrong, says=["metrics(logits, labels, and the labels' names"])
     trial, evaluation = evaluation_of(True), evaluation_of(False)
     assert trial.numbers.keys() == evaluation.numbers.keys()
     assert evaluation.split == "test"

@@ -1,9 +1,11 @@
 """toolkit/training/checks.py: what an edited loop calls wrongly is an error in its first steps. (Promise 5.)"""
 
 import copy
+import math
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +26,7 @@ from toolkit.launch.environment import OTHER_RANDOMNESS
 from toolkit.objective.losses import sample_losses
 from toolkit.training import verified
 from toolkit.training.checks import check_before_prepare, check_tokenizer
+from toolkit.training.metrics import mean_by_name
 from toolkit.training.optimizer import make_scheduler
 from toolkit.training.prepare import prepare_for_strategy
 from toolkit.training.schedule import make_schedule
@@ -140,6 +143,8 @@ LOOPS: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
         lambda it: next(it.step.micro_batches(copy.deepcopy(it.model))),
         ("step 1", "the model that `prepare` returned")),
     "requires_grad changed": (freeze, ("step 2", "words.weight")),
+    "a mean that is logged": (
+        lambda it: it.step.log("mine", it.losses().mean()), ("step.log", "4 values", "()")),
 }  # fmt: skip
 # what a loop leaves out -> parts of the error
 LEFT_OUT: dict[str, tuple[str, ...]] = {
@@ -152,18 +157,24 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*LOOPS, *LEFT_OUT])
-def test_a_loop_that_would_train_otherwise(name: str, no_launcher: None) -> None:
-    micro_batch, says = LOOPS.get(name) or (as_it_should_be, LEFT_OUT[name])
+def toy_steps(accelerator: Accelerator) -> Steps:
+    """Three steps of 16 texts in four micro-batches, and a shorter one."""
     settings = TrainingSettings(global_batch_size=16, num_train_epochs=2, per_device_batch_size=4)
-    accelerator = Accelerator(cpu=True)
     model: Any = Toy()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     split = of_lengths(np.full(50, 8))
-    schedule = make_schedule(settings, split, 1)
-    model, optimizer = prepare_for_strategy(accelerator, settings, schedule, model, optimizer)
+    schedule = make_schedule(settings, split)
+    model, optimizer = prepare_for_strategy(accelerator, settings, 4, model, optimizer)
     scheduler = make_scheduler(optimizer, settings, schedule.total_steps)
-    steps = Steps(accelerator, split, TOKENIZER, settings, schedule, model, optimizer, scheduler)
+    return Steps(accelerator, split, TOKENIZER, settings, schedule, model, optimizer, scheduler)
+
+
+@pytest.mark.parametrize("name", [*LOOPS, *LEFT_OUT])
+def test_a_loop_that_would_train_otherwise(name: str, no_launcher: None) -> None:
+    micro_batch, says = LOOPS.get(name) or (as_it_should_be, LEFT_OUT[name])
+    accelerator = Accelerator(cpu=True)
+    steps = toy_steps(accelerator)
+    model, optimizer, scheduler = steps.model, steps.optimizer, steps.scheduler
 
     def loop() -> None:
         for step in steps:
@@ -188,3 +199,29 @@ def test_a_loop_that_would_train_otherwise(name: str, no_launcher: None) -> None
         refusal(loop, says=says)
     else:
         loop()
+
+
+def test_logged_numbers(no_launcher: None) -> None:
+    """They are means over the global batch; null if a micro-batch or a process lacks them."""
+    accelerator = Accelerator(cpu=True)
+    steps = toy_steps(accelerator)
+    step = next(iter(steps))
+    for number, batch in enumerate(step.micro_batches(steps.model)):
+        losses = steps.model(batch)
+        step.log("twice", 2 * losses)
+        step.log("right", batch.ids % 2 == 0)
+        if number:
+            step.log("not always", losses)
+        accelerator.backward(step.mean(losses))
+    step.grad_norm = torch.ones(())
+    steps.optimizer.step()
+    steps.scheduler.step()
+    (metrics,) = steps.finish(step)
+    line = metrics.line()
+    assert line["twice"] == pytest.approx(2 * line["loss"])
+    assert line["right"] == np.mean(steps.train.rows[step.indices] % 2 == 0)
+    assert math.isnan(line["not always"])
+    by_rank = [{"both": 1.0, "first": 3.0}, {"both": 2.0}]
+    assert mean_by_name(by_rank, 6) == {"both": 0.5, "first": pytest.approx(math.nan, nan_ok=True)}
+    with pytest.raises(TypeError, match="'loss'"):
+        replace(metrics, logged={"loss": 1.0}).line()

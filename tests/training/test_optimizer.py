@@ -4,7 +4,6 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from accelerate.utils import DynamoBackend
@@ -12,11 +11,9 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.faults import refusal
 from tests.models.test_classifier import FAMILIES, SIZES
-from tests.splits import of_lengths
 from toolkit.config import TrainingSettings
 from toolkit.training.fsdp import _choose_units
 from toolkit.training.optimizer import make_optimizer, parameter_groups
-from toolkit.training.schedule import make_schedule
 from toolkit.training.zero import _refuse_unusable, _set_config
 
 
@@ -99,7 +96,7 @@ def accelerator_with(config: Any = None, stage: int = 2, is_fsdp2: bool = False)
         plugin = SimpleNamespace(deepspeed_config=config, zero_stage=stage)
     dynamo = SimpleNamespace(backend=DynamoBackend.NO)
     state = SimpleNamespace(deepspeed_plugin=plugin, dynamo_plugin=dynamo)
-    return SimpleNamespace(state=state, num_processes=2, gradient_accumulation_steps=1, is_fsdp2=is_fsdp2,
+    return SimpleNamespace(state=state, num_processes=2, gradient_accumulation_steps=2, is_fsdp2=is_fsdp2,
                            ddp_handler=None, device=torch.device("cpu"), is_main_process=True, scaler=None,
                            mixed_precision="no")  # fmt: skip
 
@@ -119,9 +116,8 @@ def test_the_settings_win_over_the_deepspeed_config(
 ) -> None:
     """In one line; a setting that is auto is not named."""
     settings = TrainingSettings(global_batch_size=32, per_device_batch_size=8, max_grad_norm=0.5)
-    schedule = make_schedule(settings, of_lengths(np.full(100, 8)), 2)
     config = {**AUTO, "train_batch_size": value, "gradient_clipping": 1.0}
-    _set_config(accelerator_with(config), settings, schedule, config)
+    _set_config(accelerator_with(config), settings, config)
     assert config.items() >= EXPECTED.items()
     (line,) = capsys.readouterr().err.splitlines()
     assert "gradient_clipping" in line

@@ -3,7 +3,6 @@ recipe's own objects of a resumed run. (Promise 3.)"""
 
 import json
 import random
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -33,7 +32,7 @@ def make(name: str) -> tuple[Any, Any]:
     optimizer: Any = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
     optimizer.step_was_skipped = False  # as of a prepared one
     if name == "own":
-        own = partial(lr_scheduler.OneCycleLR, max_lr=1e-3, total_steps=TOTAL + 1)
+        own = lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=TOTAL + 1)
         return optimizer, make_scheduler(optimizer, TrainingSettings(), TOTAL, own)
     warmup: dict[str, Any] = {} if name == "constant" else {"warmup_steps": 4}
     settings = TrainingSettings(learning_rate=1e-3, lr_scheduler_type=name, **warmup)

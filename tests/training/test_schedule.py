@@ -1,5 +1,6 @@
 """toolkit/training/schedule.py: numbers of steps and micro-batches, evaluations, learning rates."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +13,8 @@ from tests.faults import refusal
 from tests.splits import of_lengths
 from toolkit.config import TrainingSettings
 from toolkit.training.optimizer import make_scheduler
-from toolkit.training.schedule import Schedule, make_schedule
+from toolkit.training.schedule import make_schedule, max_micro_batches
 from toolkit.training.steps import Step
-
-
-def schedule_of(samples: int, processes: int, **options: Any) -> Schedule:
-    return make_schedule(TrainingSettings(**options), of_lengths(np.full(samples, 8)), processes)
 
 
 @pytest.mark.parametrize(
@@ -32,25 +29,29 @@ def schedule_of(samples: int, processes: int, **options: Any) -> Schedule:
     ],
 )
 def test_steps(options: dict[str, Any], samples: int, steps_per_epoch: int, total: int) -> None:
-    for processes in range(1, 9):
-        schedule = schedule_of(samples, processes, **options)
-        assert (schedule.steps_per_epoch, schedule.total_steps) == (steps_per_epoch, total)
+    schedule = make_schedule(TrainingSettings(**options), of_lengths(np.full(samples, 8)))
+    assert (schedule.steps_per_epoch, schedule.total_steps) == (steps_per_epoch, total)
 
 
 @pytest.mark.parametrize(
-    ("per_device", "processes", "accumulation", "micro"),
-    [(32, 1, 1, 32), (8, 1, 4, 8), (8, 2, 2, 8), (8, 3, 2, 6), (5, 1, 7, 5), (100, 2, 1, 16), (1, 64, 1, 1)],
-)  # fmt: skip
-def test_accumulation(per_device: int, processes: int, accumulation: int, micro: int) -> None:
-    schedule = schedule_of(1000, processes, global_batch_size=32, per_device_batch_size=per_device)
-    assert (schedule.accumulation, schedule.micro_batch_size) == (accumulation, micro)
+    ("per_device", "processes", "accumulation"),
+    [(32, 1, 1), (8, 1, 4), (8, 2, 2), (8, 4, 1), (8, 3, 2), (5, 1, 7), (100, 2, 1), (1, 64, 1)],
+)
+def test_accumulation(per_device: int, processes: int, accumulation: int) -> None:
+    settings = TrainingSettings(global_batch_size=32, per_device_batch_size=per_device)
+    train = of_lengths(np.full(1000, 8))
+    assert max_micro_batches(settings, train, processes) == accumulation
 
 
 def test_a_text_longer_than_any_batch() -> None:
-    split = of_lengths(np.array([8, 100, 30]))
-    says = ["--max_tokens_per_batch 99", "100 tokens", "--max_length 99"]
-    refusal(make_schedule, TrainingSettings(max_tokens_per_batch=99), split, 1, says=says)
-    make_schedule(TrainingSettings(max_tokens_per_batch=100), split, 1)
+    train = of_lengths(np.array([8, 100, 30]))
+    says = (
+        "--max_tokens_per_batch 99",
+        "the longest text, which has 100 tokens",
+        "--max_length 99",
+    )
+    refusal(max_micro_batches, TrainingSettings(max_tokens_per_batch=99), train, 1, says=says)
+    max_micro_batches(TrainingSettings(max_tokens_per_batch=100), train, 1)
 
 
 @pytest.mark.parametrize(
@@ -63,11 +64,31 @@ def test_a_text_longer_than_any_batch() -> None:
     ],
 )
 def test_evaluations(options: dict[str, Any], steps: list[int]) -> None:
-    schedule = schedule_of(100, 3, **options)
-    run: Any = SimpleNamespace(schedule=schedule, collate=None)
-    numbers = range(1, schedule.total_steps + 1)
-    due = [number for number in numbers if Step(run, number, np.zeros(0), None, 1).evaluates]
-    assert due == steps
+    schedule = make_schedule(TrainingSettings(**options), of_lengths(np.full(100, 8)))
+    run: Any = SimpleNamespace(schedule=schedule)
+    due = [
+        Step(run, number, np.zeros(0), [], 1).evaluates
+        for number in range(1, schedule.total_steps + 1)
+    ]
+    assert [number for number, evaluates in enumerate(due, 1) if evaluates] == steps
+
+
+def test_a_step_has_no_attributes_of_a_recipe() -> None:
+    step = Step(SimpleNamespace(), 1, np.zeros(0), [], 1)  # type: ignore[arg-type]
+    step.grad_norm = 1.0
+    with pytest.raises(AttributeError, match="grad_nrom"):
+        step.grad_nrom = 1.0  # type: ignore[attr-defined]
+
+
+def test_a_scheduler_is_one_of_the_prepared_optimizer() -> None:
+    optimizer, other = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]) for _ in range(2))
+    make = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=9)
+    own = make(optimizer)
+    prepared = Accelerator(cpu=True).prepare(optimizer)
+    assert make_scheduler(prepared, TrainingSettings(), 9, own).scheduler is own
+    for wrong in (make(other), make):
+        says = ["run.prepare(model, optimizer, scheduler)"]
+        refusal(make_scheduler, prepared, TrainingSettings(), 9, wrong, says=says)
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ def test_no_synchronization_between_log_lines(way: str) -> None:
     gathered = {number for number, step in enumerate(steps, 1) if step["logging"]}
     assert gathered == {3, 6, 8, 10}  # 8 is evaluated
     for number in gathered:
-        collectives = [name for name in steps[number - 1]["logging"] if name.startswith("c10d")]
-        assert len(collectives) == 1
+        (collective,) = {name for name in steps[number - 1]["logging"] if name.startswith("c10d")}
+        assert steps[number - 1]["logging"].count(collective) == 2  # sizes, and numbers
     assert [number for number, step in enumerate(steps, 1) if step["after"]] == [8, 10]
     assert_same_run(run, runs("single").run("logs each step", "recipes.cls", SETTINGS))
 
@@ -74,7 +74,7 @@ def test_a_step_allocates_nothing_of_the_size_of_the_data(accelerator: Accelerat
     model: Any = torch.nn.Linear(1, 1)
     optimizer: Any = torch.optim.SGD(model.parameters())
     model, optimizer = accelerator.prepare(model, optimizer)
-    schedule = make_schedule(settings, split, 1)
+    schedule = make_schedule(settings, split)
     scheduler = make_scheduler(optimizer, settings, schedule.total_steps)
     tokenizer = SimpleNamespace(pad_token_id=0, padding_side="right")
     steps = Steps(accelerator, split, tokenizer, settings, schedule, model, optimizer, scheduler)

@@ -41,7 +41,7 @@ class Fragment:
 
 
 @dataclass(frozen=True)
-class Place:
+class MasterShard:
     """Where this rank has its elements of a trained parameter."""
 
     master: torch.Tensor
@@ -94,15 +94,15 @@ class LiveState:
             if parameter.requires_grad:
                 yield parameter, [name]
 
-    def place(self, parameter: Any) -> Place | None:
+    def master_shard(self, parameter: Any) -> MasterShard | None:
         """None if this rank has no element of a trained parameter."""
         start, values = local_shard(parameter)
-        return Place(parameter, 0, start, values.numel())
+        return MasterShard(parameter, 0, start, values.numel())
 
     def weights(self) -> Iterator[Fragment]:
         """Of all parameters (fp32 masters of trained ones), tied ones once, and of buffers."""
-        for name, place in self._places():
-            yield Fragment(name, place.start, place.view(place.master))
+        for name, shard in self._master_shards():
+            yield Fragment(name, shard.start, shard.view(shard.master))
         for name, parameter in self.module.named_parameters():
             if not parameter.requires_grad:
                 yield Fragment(name, *local_shard(parameter))
@@ -112,18 +112,18 @@ class LiveState:
     def moments(self) -> Iterator[Fragment]:
         """Of the optimizer's state of trained parameters, numbers and tensors of other shapes
         included."""
-        for name, place in self._places():
-            for key, value in self.optimizer.state.get(place.master, {}).items():
-                if _is_elementwise(value, place.master):
-                    yield Fragment(f"{key}.{name}", place.start, place.view(value))
+        for name, shard in self._master_shards():
+            for key, value in self.optimizer.state.get(shard.master, {}).items():
+                if _is_elementwise(value, shard.master):
+                    yield Fragment(f"{key}.{name}", shard.start, shard.view(value))
                 else:
                     yield Fragment(f"{key}.{name}", 0, _as_tensor(value).view(-1))
 
-    def _places(self) -> Iterator[tuple[str, Place]]:
+    def _master_shards(self) -> Iterator[tuple[str, MasterShard]]:
         for name, parameter in self.module.named_parameters():
-            place = self.place(parameter) if parameter.requires_grad else None
-            if place is not None:
-                yield name, place
+            shard = self.master_shard(parameter) if parameter.requires_grad else None
+            if shard is not None:
+                yield name, shard
 
     def weight_shapes(self) -> Shapes:
         """What a checkpoint holds of parameters and buffers; the same on all ranks."""

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
 from toolkit.checkpoint.parameters import range_of_stage3, reshard
-from toolkit.checkpoint.state import LiveState, Place
+from toolkit.checkpoint.state import LiveState, MasterShard
 from toolkit.utils.compat import require
 from toolkit.utils.modules import unwrapped
 
@@ -77,7 +77,7 @@ class FlatState(ZeroState):
                 by_parameter[id(parameter)] = (number, offset)
         return by_parameter
 
-    def place(self, parameter: Any) -> Place | None:
+    def master_shard(self, parameter: Any) -> MasterShard | None:
         if not parameter.numel():
             return None  # DeepSpeed leaves it out of its groups
         number, offset = self._offsets[id(parameter)]
@@ -87,7 +87,7 @@ class FlatState(ZeroState):
         end = min(offset + parameter.numel(), begin + master.numel())
         if first >= end:
             return None
-        return Place(master, first - begin, first - offset, end - first)
+        return MasterShard(master, first - begin, first - offset, end - first)
 
     def after_loading(self) -> None:
         self.zero.update_lp_params()
@@ -99,11 +99,11 @@ class Stage3State(ZeroState):
     MASTERS = "fp32_partitioned_groups_flat"
     GROUPS = "fp16_groups"
 
-    def place(self, parameter: Any) -> Place | None:
+    def master_shard(self, parameter: Any) -> MasterShard | None:
         positions = require(self.zero, "grad_position", "deepspeed")
         group, offset, padded = positions[self.zero.get_param_id(parameter)]
         start, count = range_of_stage3(parameter, padded)
-        return Place(self.masters[group], offset, start, count) if count else None
+        return MasterShard(self.masters[group], offset, start, count) if count else None
 
     def before_loading(self) -> None:
         # a forward pass outside the engine may have left a prefetched weight

@@ -61,6 +61,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     for name in _MODEL_FILES:
         if (path / name).is_file() or (path / f"{name}.index.json").is_file():
             return _open_model(path, name)
+    if (path / "model/model.safetensors").is_file():
+        raise UserError(f"{path} has no checkpoint: its model is {path / 'model'}")
     entries = listing(sorted(entry.name for entry in path.iterdir())) or "nothing"
     raise UserError(f"{path} is not a checkpoint; expected {_EXPECTED}; it contains {entries}")
 

@@ -8,6 +8,7 @@ data set before any metric is computed.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -215,8 +216,13 @@ class Outputs:
         if not arrays:
             return self.make_evaluation()
         logits, losses = arrays
-        split = self.split
-        compute_metrics = partial(_compute_metrics, metrics, self.answers.labels)
+        split, labels = self.split, self.answers.labels
+        try:
+            inspect.signature(metrics).bind(logits, split.labels, labels)
+        except TypeError as error:
+            arguments = "logits, labels, and the labels' names, as toolkit.classification_metrics"
+            raise UserError(f"outputs.evaluation calls metrics({arguments}): {error}") from error
+        compute_metrics = partial(_compute_metrics, metrics, labels)
         evaluation = self.make_evaluation(
             losses,
             compute_metrics(logits, split.labels),

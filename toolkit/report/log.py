@@ -8,7 +8,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ class RunLog:
     def log_step(self, metrics: StepMetrics) -> None:
         """Logs a step. Its line is in metrics.jsonl before a checkpoint of this step is saved: a
         run that resumes from it has the lines of all its steps."""
-        numbers = asdict(metrics)
+        numbers = metrics.line()
         self._step = metrics.step
         self.files.append("metrics.jsonl", numbers)
         self._track("train", numbers, metrics.step)

@@ -38,6 +38,7 @@ def write_config(run: Run, resumed: Resumed | None) -> None:
         "file_digests": data.file_digests,
         "notes": data.notes,
         **asdict(run.schedule),
+        "accumulation": run.accelerator.gradient_accumulation_steps,
         "metric_for_best_model": run.best.metric,
         "pipeline_tag": data.targets.pipeline_tag,
     }
@@ -95,8 +96,9 @@ def _data_lines(run: Run) -> list[str]:
 def _schedule_line(run: Run) -> str:
     schedule = run.schedule
     per_step = f"{run.settings.training.global_batch_size} samples per step"
-    if schedule.accumulation > 1:
-        per_step += f" (at most {schedule.accumulation} micro-batches on each process)"
+    accumulation = run.accelerator.gradient_accumulation_steps
+    if accumulation > 1:
+        per_step += f" (at most {accumulation} micro-batches on each process)"
     steps = f"{schedule.total_steps} optimizer steps, {schedule.steps_per_epoch} per epoch"
     return f"{steps}, {per_step}"
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
 from toolkit.utils import memory
@@ -15,7 +15,7 @@ from toolkit.utils import memory
 
 @dataclass
 class StepMetrics:
-    """A line of metrics.jsonl."""
+    """The numbers of a step."""
 
     step: int
     epoch: float
@@ -31,32 +31,30 @@ class StepMetrics:
     tokens_per_second: float
     peak_memory_bytes: int
     """Maximum over processes: device memory since the first step, or resident memory on a CPU."""
+    logged: dict[str, float]
+    """What the recipe logs by `Step.log`."""
+
+    def line(self) -> dict[str, Any]:
+        """As in metrics.jsonl."""
+        own = {**vars(self)}
+        logged = own.pop("logged")
+        return dict(**own, **logged)  # raises TypeError for a name twice
 
 
-def gather_by_name(
-    accelerator: Accelerator,
-    quantities: Mapping[str, list[Any]],
-) -> dict[str, torch.Tensor]:
-    """name -> (n,) numbers of this process, as tensors on its device or in Python -> name ->
-    (processes, n) on the CPU. One collective and one copy to the host, whatever n is."""
-    device = accelerator.device
-    dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
-    rows = []
-    for numbers in quantities.values():
-        values: Any = numbers
-        if isinstance(numbers[0], torch.Tensor):
-            values = torch.stack(numbers)
-        rows.append(torch.as_tensor(values, device=device, dtype=dtype))
-    by_rank = accelerator.gather(torch.cat(rows)[None]).cpu()
-    columns = by_rank.split([len(row) for row in rows], dim=1)
-    return dict(zip(quantities, columns, strict=True))
+def mean_by_name(by_rank: Sequence[Mapping[str, float]], denominator: float) -> dict[str, float]:
+    """Sums by name of each process -> means; NaN for a name that a process lacks."""
+    means = {}
+    for name in {name: None for sums in by_rank for name in sums}:
+        total = sum(sums.get(name, math.nan) for sums in by_rank)
+        means[name] = total / denominator
+    return means
 
 
-def norm_tensor(norm: Any) -> torch.Tensor:
-    """A scalar, from the gradient norms that strategies return: a tensor, a DTensor or a float."""
+def norm_of(norm: Any) -> float:
+    """From the gradient norms that strategies return: a tensor, a DTensor or a float."""
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
-    return torch.as_tensor(norm).detach().reshape(())
+    return float(norm)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

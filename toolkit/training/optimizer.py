@@ -6,8 +6,6 @@ import ast
 import importlib
 import math
 import warnings
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +24,6 @@ _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adafactor": torch.optim.Adafactor,
     "sgd": torch.optim.SGD,
 }
-MakeSchedule = Callable[[torch.optim.Optimizer], Any]
-"""An optimizer -> a scheduler of torch."""
 
 
 def make_optimizer(model: torch.nn.Module, settings: TrainingSettings) -> torch.optim.Optimizer:
@@ -109,16 +105,19 @@ def make_scheduler(
     optimizer: Any,
     settings: TrainingSettings,
     total_steps: int,
-    make_schedule: MakeSchedule | None = None,
+    own: Any = None,
 ) -> AcceleratedScheduler:
-    """The schedule of `--lr_scheduler_type` for a prepared optimizer, or `make_schedule`'s, stepped
-    once per optimizer step.
+    """The schedule of `--lr_scheduler_type` for a prepared optimizer, or the recipe's `own`,
+    stepped once per optimizer step.
 
     A step that fp16 skips does not count. Do not pass it to `accelerator.prepare`, which would step
-    it once per process. It may depend on the number of steps alone."""
+    it once per process. It may depend on the number of steps alone. Raises UserError for a schedule
+    of another optimizer."""
     plain = unwrapped_optimizer(optimizer)
-    make_schedule = make_schedule or partial(_schedule_of_settings, settings, total_steps)
-    schedule = make_schedule(plain)
+    schedule = own or _schedule_of_settings(settings, total_steps, plain)
+    if getattr(schedule, "optimizer", None) is not plain:
+        how = "scheduler = OneCycleLR(optimizer, ...); run.prepare(model, optimizer, scheduler)"
+        raise UserError(f"the scheduler is not one of the optimizer that `prepare` gets: {how}")
     # with fp16's scaler accelerate replaces `optimizer.step` in each step, of which torch warns
     warnings.filterwarnings("ignore", message="Seems like `optimizer.step")
     # split_batches: one step, not one per process

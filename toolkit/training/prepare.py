@@ -19,7 +19,6 @@ from toolkit.pretrained import encoder_config
 from toolkit.training.checks import check_before_prepare
 from toolkit.training.fsdp import prepare_fsdp
 from toolkit.training.precision import reduction_dtype
-from toolkit.training.schedule import Schedule
 from toolkit.utils import memory
 
 # of one layer: training or evaluation, with or without a mask, one text or several
@@ -29,12 +28,13 @@ _MAX_GRAPHS = 32
 def prepare_for_strategy(
     accelerator: Accelerator,
     settings: TrainingSettings,
-    schedule: Schedule,
+    accumulation: int,
     model: Any,
     optimizer: Any,
 ) -> tuple[Any, Any]:
-    """(model, optimizer), prepared; all processes call this. Raises UserError for a model, an
-    optimizer or a config that the strategy cannot train."""
+    """(model, optimizer), prepared for steps of at most `accumulation` micro-batches; all processes
+    call this. Raises UserError for a model, an optimizer or a config that the strategy cannot
+    train."""
     check_before_prepare(accelerator, model, optimizer)
     check_adapter(model)
     backend = accelerator.state.dynamo_plugin.backend
@@ -44,14 +44,14 @@ def prepare_for_strategy(
     _make_contiguous(model)
     if settings.torch_compile:
         compile_layers(accelerator, model)
-    accelerator.gradient_accumulation_steps = schedule.accumulation
+    accelerator.gradient_accumulation_steps = accumulation
     if accelerator.scaler is not None:  # the schedule would count a step that a fused kernel skips
         optimizer._step_supports_amp_scaling = False
     launch.explain_failures(memory.explain_without_batch)
     if accelerator.state.deepspeed_plugin:
         from toolkit.training.zero import prepare_zero  # imports DeepSpeed
 
-        prepared = prepare_zero(accelerator, settings, schedule, model, optimizer)
+        prepared = prepare_zero(accelerator, settings, model, optimizer)
     elif accelerator.is_fsdp2:
         prepared = prepare_fsdp(accelerator, settings, model, optimizer)
     else:

@@ -1,4 +1,4 @@
-"""The optimizer steps of a run."""
+"""The optimizer steps of a run, and their micro-batches."""
 
 from __future__ import annotations
 
@@ -17,33 +17,25 @@ class Schedule:
 
     steps_per_epoch: int
     total_steps: int
-    accumulation: int
-    """Maximum micro-batches of one optimizer step on one process."""
-    micro_batch_size: int
-    """Samples of one micro-batch, for DeepSpeed's config; with `max_tokens_per_batch` some have
-    more."""
     eval_every: int
 
 
-def make_schedule(settings: TrainingSettings, train: Split, processes: int) -> Schedule:
-    """Raises UserError if a text is longer than `max_tokens_per_batch`."""
+def make_schedule(settings: TrainingSettings, train: Split) -> Schedule:
+    steps_per_epoch = math.ceil(len(train) / settings.global_batch_size)
+    total_steps = settings.max_steps or math.ceil(settings.num_train_epochs * steps_per_epoch)
+    return Schedule(steps_per_epoch, total_steps, settings.eval_every or steps_per_epoch)
+
+
+def max_micro_batches(settings: TrainingSettings, train: Split, processes: int) -> int:
+    """Of one optimizer step on one process. Raises UserError if a text is longer than
+    `max_tokens_per_batch`."""
     longest = int(train.lengths.max())
     max_tokens = settings.max_tokens_per_batch
     if max_tokens is not None and longest > max_tokens:
         fault = f"less than the longest text, which has {longest} tokens"
         remedy = f"raise it, or truncate texts with --max_length {max_tokens}"
         raise UserError(f"--max_tokens_per_batch {max_tokens} is {fault}: {remedy}")
-    samples = settings.global_batch_size
-    steps_per_epoch = math.ceil(len(train) / samples)
-    total_steps = settings.max_steps or math.ceil(settings.num_train_epochs * steps_per_epoch)
     fewest = micro_batch_samples(longest, settings.micro_batch_size, max_tokens)
     if train.buckets is not None:  # each text may be of another
         fewest = 1
-    accumulation = math.ceil(samples / (fewest * processes))
-    return Schedule(
-        steps_per_epoch=steps_per_epoch,
-        total_steps=total_steps,
-        accumulation=accumulation,
-        micro_batch_size=math.ceil(samples / (accumulation * processes)),
-        eval_every=settings.eval_every or steps_per_epoch,
-    )
+    return math.ceil(settings.global_batch_size / (fewest * processes))

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,8 +37,8 @@ from toolkit.launch.signals import StopSignals
 from toolkit.training.checks import LoopChecks
 from toolkit.training.metrics import (
     StepMetrics,
-    gather_by_name,
-    norm_tensor,
+    mean_by_name,
+    norm_of,
     peak_memory_bytes,
 )
 from toolkit.training.optimizer import unwrapped_optimizer
@@ -50,18 +50,21 @@ from toolkit.utils.modules import unwrapped
 _GATHER_SECONDS = 1.0
 # Each step that fp16 skips halves the loss scale: 16 in a row take it from 2**16 to 1
 _MAX_SKIPPED = 15
+# The name of the losses beside those that a recipe logs
+_LOSS = "step.mean"
 
 
-@dataclass
+@dataclass(slots=True)
 class Step:
-    """One optimizer step on a global batch."""
+    """One optimizer step on a global batch. A recipe sets `grad_norm`, and no other attribute."""
 
     steps: Steps
     number: int
     """Counted from 1."""
     indices: np.ndarray
     """Samples of the global batch."""
-    collate: Collator
+    collations: list[partial[Batch]]
+    """Calls that make this process's micro-batches."""
     loss_denominator: float
     """Divides the sum of the global batch's losses: its samples, the sum of their weights, or its
     target tokens."""
@@ -72,7 +75,8 @@ class Step:
     started: float = 0.0
     seconds: float = math.nan
     _batch: Batch | None = None
-    _losses: list[torch.Tensor] = field(default_factory=list)
+    _values: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    """`_LOSS` and each name of `log` -> weighted values (B,) of each micro-batch."""
     _ids: list[torch.Tensor] = field(default_factory=list)
 
     @property
@@ -86,31 +90,13 @@ class Step:
         """Tokens of the global batch, without padding."""
         return int(self.steps.train.lengths[self.indices].sum())
 
-    @cached_property
-    def collations(self) -> list[partial[Batch]]:
-        """Calls that make this process's micro-batches."""
-        steps = self.steps
-        samples = micro_batches(
-            steps.train,
-            self.indices,
-            steps.settings.micro_batch_size,
-            steps.accelerator.process_index,
-            steps.accelerator.num_processes,
-            steps.settings.max_tokens_per_batch,
-        )
-        collations = []
-        for indices in samples:
-            size = max(1, len(indices))
-            collations.append(partial(collate_padded, self.collate, indices, size))
-        return collations
-
     def micro_batches(self, model: torch.nn.Module) -> Iterator[Batch]:
         """Yields this process's micro-batches, with the model in training mode. Its gradients are
         synchronised in the last one, or in each with `sync_each_batch`."""
         steps, accelerator = self.steps, self.steps.accelerator
         model.train()
         steps.checks.begin_step(self.number, model)
-        self._losses.clear()
+        self._values.clear()
         self._ids.clear()
         following: list[partial[Batch] | None] = [*self.collations[1:]]
         following.append(self.next_step.collations[0] if self.next_step else None)
@@ -136,27 +122,50 @@ class Step:
         division by the global loss denominator.
 
         Raises UserError outside `micro_batches`, and unless there is one loss per sample."""
-        batch, accelerator = self._batch, self.steps.accelerator
-        if batch is None:
-            raise UserError("call step.mean() inside `for batch in step.micro_batches(model)`")
-        self.steps.checks.check_losses(losses, len(batch.weights))
-        weighted = losses * batch.weights  # (B,); 1, or the class's weight; 0 for a padding sample
-        self._losses.append(weighted.detach())
+        accelerator, checks = self.steps.accelerator, self.steps.checks
+        batch = self._current_batch()
+        checks.check_losses(losses, len(batch.weights))
+        weighted = self._weigh(_LOSS, losses)
         self._ids.append(batch.ids)
-        averaged_over = accelerator.num_processes * self.steps.schedule.accumulation
+        averaged_over = accelerator.num_processes * accelerator.gradient_accumulation_steps
         mean = weighted.sum() * (averaged_over / self.loss_denominator)
-        self.steps.checks.expect_backward(mean)
+        checks.expect_backward(mean)
         return mean
 
-    @property
-    def loss_sum(self) -> torch.Tensor:
-        """The sum, (), of this process's losses."""
-        dtype = torch.float32 if self._losses[0].device.type == "mps" else torch.float64
-        return torch.stack([losses.sum(dtype=dtype) for losses in self._losses]).sum()
+    def log(self, name: str, values: torch.Tensor) -> None:
+        """Adds a number to the step's line in metrics.jsonl, and to the trackers: the mean of (B,)
+        values of the current micro-batch (another loss, 1 for a right answer) over the global
+        batch, normalised as `mean` does. It is null unless each micro-batch of all processes logs
+        it. Raises UserError as `mean`."""
+        samples = len(self._current_batch().weights)
+        if values.shape != (samples,):
+            raise UserError(f"step.log takes {samples} values, not {tuple(values.shape)}")
+        self._weigh(name, values)
+
+    def _current_batch(self) -> Batch:
+        if self._batch is None:
+            what = "step.mean() and step.log()"
+            raise UserError(f"call {what} inside `for batch in step.micro_batches(model)`")
+        return self._batch
+
+    def _weigh(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """(B,) values, times 1 or the class's weight; 0 for a padding sample."""
+        weighted = values * self._current_batch().weights
+        self._values.setdefault(name, []).append(weighted.detach())
+        return weighted
+
+    def sums(self) -> dict[str, float]:
+        """`_LOSS` and each name of `log` -> the sum of this process's values; waits for them."""
+        sums = {}
+        for name, values in self._values.items():
+            sums[name] = math.nan
+            if len(values) == len(self.collations):
+                sums[name] = torch.cat(values).cpu().double().sum().item()
+        return sums
 
     def rows_without_finite_loss(self) -> list[int]:
         """In all processes; a collective."""
-        losses, ids = torch.cat(self._losses), torch.cat(self._ids)
+        losses, ids = torch.cat(self._values[_LOSS]), torch.cat(self._ids)
         rows = gather_object(ids[~torch.isfinite(losses)].tolist())
         return sorted(row for row in rows if row >= 0)
 
@@ -256,7 +265,19 @@ class Steps:
                 collate = self._collate.at(epoch)
                 denominator = collate.loss_denominators(indices).sum().item()
                 # 1 if no text has a target token: their loss is 0
-                yield Step(self, number + 1, indices, collate, denominator or 1)
+                collations = self._collations(collate, indices)
+                yield Step(self, number + 1, indices, collations, denominator or 1)
+
+    def _collations(self, collate: Collator, indices: np.ndarray) -> list[partial[Batch]]:
+        samples = micro_batches(
+            self.train,
+            indices,
+            self.settings.micro_batch_size,
+            self.accelerator.process_index,
+            self.accelerator.num_processes,
+            self.settings.max_tokens_per_batch,
+        )
+        return [partial(collate_padded, collate, some, max(1, len(some))) for some in samples]
 
     def finish(self, step: Step) -> Iterator[StepMetrics]:
         """Yields the metrics of this step and of earlier steps, or nothing until the next gather
@@ -297,40 +318,40 @@ class Steps:
     def _gather(self, finished: list[Step]) -> list[StepMetrics]:
         """The metrics of any number of steps."""
         started = time.perf_counter()
-        gathered = gather_by_name(
-            self.accelerator,
-            {
-                "loss_sum": [step.loss_sum for step in finished],
-                "grad_norm": [norm_tensor(step.grad_norm) for step in finished],
-                "peak_memory": [peak_memory_bytes(self.accelerator.device)],
-                "stop_signal": [self.signals.requested],
-                "seconds_per_step": [self._seconds_per_step],
-            },
-        )
+        own = {
+            "sums": [step.sums() for step in finished],
+            "grad_norms": [norm_of(step.grad_norm) for step in finished],
+            "peak_memory": peak_memory_bytes(self.accelerator.device),
+            "stop_signal": self.signals.requested,
+            "seconds_per_step": self._seconds_per_step,
+        }
+        by_rank = gather_object([own])
         launch.explain_failures()  # later failures are not a micro-batch's
-        self.stop_signal = int(gathered["stop_signal"].max())
+        self.stop_signal = max(each["stop_signal"] for each in by_rank)
         if self.settings.logging_steps is None and self.accelerator.device.type != "cpu":
-            of_rank_0 = gathered["seconds_per_step"][0].item()  # the same number on all ranks
-            self._steps_per_gather = max(1, int(_GATHER_SECONDS / of_rank_0))
+            seconds = by_rank[0]["seconds_per_step"]  # the same number on all ranks
+            self._steps_per_gather = max(1, int(_GATHER_SECONDS / seconds))
         seconds = time.perf_counter() - started + sum(step.seconds for step in finished)
         self._seconds_per_step = seconds / len(finished)
         samples = sum(len(step.indices) for step in finished)
         tokens = sum(step.tokens for step in finished)
-        loss_sums = gathered["loss_sum"].sum(0).tolist()
         lines = []
         for place, step in enumerate(finished):
+            sums = [each["sums"][place] for each in by_rank]
+            means = mean_by_name(sums, step.loss_denominator)
             lines.append(
                 StepMetrics(
                     step=step.number,
                     epoch=round(step.number / self.schedule.steps_per_epoch, 4),
-                    loss=loss_sums[place] / step.loss_denominator,
+                    loss=means.pop(_LOSS),
                     learning_rate=step.learning_rate,
-                    grad_norm=gathered["grad_norm"][0, place].item(),
+                    grad_norm=by_rank[0]["grad_norms"][place],
                     samples=len(step.indices),
                     tokens=step.tokens,
                     samples_per_second=round(samples / seconds, 2),
                     tokens_per_second=round(tokens / seconds, 1),
-                    peak_memory_bytes=int(gathered["peak_memory"].max()),
+                    peak_memory_bytes=max(each["peak_memory"] for each in by_rank),
+                    logged=means,
                 )
             )
         return lines

@@ -4,6 +4,7 @@ fp32, one reduction of gradients in a step."""
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
 from toolkit.launch import log_on_main
 from toolkit.training.precision import add_autocast, reduction_dtype
-from toolkit.training.schedule import Schedule
 from toolkit.utils.compat import require
 
 # What accelerate computes from `hidden_size` for a base model (768), for models without it
@@ -29,7 +29,6 @@ _BUCKET_SIZES = {
 def prepare_zero(
     accelerator: Accelerator,
     settings: TrainingSettings,
-    schedule: Schedule,
     model: Any,
     optimizer: Any,
 ) -> tuple[Any, DeepSpeedOptimizerWrapper]:
@@ -38,7 +37,7 @@ def prepare_zero(
     plugin = accelerator.state.deepspeed_plugin
     config = plugin.deepspeed_config
     _refuse_unusable(config)
-    _set_config(accelerator, settings, schedule, config)
+    _set_config(accelerator, settings, config)
     if not hasattr(getattr(model, "config", None), "hidden_size"):
         zero = config["zero_optimization"]
         zero.update(
@@ -75,16 +74,18 @@ def _refuse_unusable(config: dict[str, Any]) -> None:
 def _set_config(
     accelerator: Accelerator,
     settings: TrainingSettings,
-    schedule: Schedule,
     config: dict[str, Any],
 ) -> None:
     """Writes the settings into the config, and says in one line which values it replaces."""
-    micro_batch = schedule.micro_batch_size
+    accumulation = accelerator.gradient_accumulation_steps
+    per_batch = accumulation * accelerator.num_processes
+    # with `max_tokens_per_batch` some have more samples
+    micro_batch = math.ceil(settings.global_batch_size / per_batch)
     values: dict[str, Any] = {
         "gradient_clipping": settings.max_grad_norm,
-        "gradient_accumulation_steps": schedule.accumulation,
+        "gradient_accumulation_steps": accumulation,
         "train_micro_batch_size_per_gpu": micro_batch,
-        "train_batch_size": micro_batch * schedule.accumulation * accelerator.num_processes,
+        "train_batch_size": micro_batch * per_batch,
     }
     dtype = reduction_dtype(accelerator, settings)
     if dtype:
