@@ -15,7 +15,7 @@ from tests.splits import global_batches, of_lengths
 from toolkit.config import TrainingSettings
 from toolkit.data.batches import Collator, collate_padded, micro_batches
 from toolkit.data.tokens import LengthBuckets, Split
-from toolkit.training.schedule import make_schedule
+from toolkit.training.schedule import max_micro_batches
 
 CPU = torch.device("cpu")
 
@@ -145,7 +145,7 @@ def test_no_step_has_more_micro_batches_than_declared(
         split = of_lengths(lengths, buckets)
         steps = global_batches(lengths, samples, seed, 0)
         steps.append(np.full(samples, lengths.argmax()))
-        most = make_schedule(settings, split, world).accumulation
+        most = max_micro_batches(settings, split, world)
         for step in steps:
             assert len(micro_batches(split, step, per_device, 0, world, max_tokens)) <= most
 
