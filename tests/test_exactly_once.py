@@ -21,7 +21,6 @@ from toolkit.data.tokens import Split
 from toolkit.evaluation import Outputs
 from toolkit.evaluation.outputs import BatchSizes
 from toolkit.training.prepare import prepare_for_strategy
-from toolkit.training.schedule import make_schedule
 
 PER_DEVICE = {"single": 4, "ddp x2": 3, "ddp x3": 2, "zero3 x2": 2, "zero3 x3": 2}
 
@@ -44,8 +43,7 @@ def main() -> None:
     model = AutoModelForSequenceClassification.from_pretrained(model_path, num_labels=2)
     optimizer = torch.optim.AdamW(model.parameters())
     settings = TrainingSettings(global_batch_size=world, per_device_batch_size=1)
-    schedule = make_schedule(settings, split_of(largest, even=True), world)
-    model, _ = prepare_for_strategy(accelerator, settings, schedule, model, optimizer)
+    model, _ = prepare_for_strategy(accelerator, settings, 1, model, optimizer)
     for size in range(1, largest + 1):
         # 24 tokens: batches of one, two or more samples, as their lengths allow
         for even, most in ((True, None), (False, None), (False, 24)):

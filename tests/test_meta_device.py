@@ -37,7 +37,8 @@ from toolkit.features import pretraining, titles
 from toolkit.features.padding_free import attention as padding_free
 from toolkit.features.titles.evaluation import Writer
 from toolkit.run import Run
-from toolkit.training.steps import Steps
+from toolkit.training import steps
+from toolkit.training.steps import Step, Steps
 
 DEVICE = torch.device("meta")
 # each kind of micro-batch: a run's first, a step's last, those of a later step; `meta` has no fused AdamW
@@ -157,17 +158,20 @@ def accelerator_on_device(*arguments: Any) -> Accelerator:
     return accelerator
 
 
-def gather_numbers(accelerator: Accelerator, sent: torch.Tensor) -> Any:
-    """For log lines: ones, and no stop signal."""
-    assert sent.device == DEVICE
-    numbers = torch.ones(sent.shape)
-    numbers[:, -2] = 0
-    return numbers
+def sums_on_device(step: Step) -> dict[str, float]:
+    """For log lines: ones."""
+    assert {each.device for values in step._values.values() for each in values} == {DEVICE}
+    return dict.fromkeys(step._values, 1.0)
 
 
 def gather_and_end(accelerator: Accelerator, outputs: tuple[torch.Tensor, ...]) -> Any:
     assert {each.device for each in outputs} == {DEVICE}
     raise Traced
+
+
+def no_titles(writer: Writer, encoded: dict[str, Any]) -> torch.Tensor:
+    mask = encoded["attention_mask"]
+    return mask.new_zeros(len(mask), writer.max_new_tokens)
 
 
 def on_device(load: Any) -> Any:
@@ -212,11 +216,12 @@ def allow_flex_attention() -> None:
 def main() -> None:
     launch.make_accelerator = accelerator_on_device
     Run._try_evaluation = lambda *_: None
-    Accelerator.gather, Accelerator.gather_for_metrics = gather_numbers, gather_and_end
+    Accelerator.gather_for_metrics = gather_and_end
+    Step.sums, steps.norm_of = sums_on_device, lambda norm: 1.0
     padding_free.check_logits = lambda *words: None  # it compares numbers
     allow_flex_attention()
     # beam search synchronizes after each token
-    Writer.write = lambda writer, encoded, mask: mask.new_zeros(len(mask), writer.max_new_tokens)
+    Writer.write = no_titles
     vars(toolkit)["load_classifier"] = on_device(toolkit.load_classifier)
     for package, load in ((titles, "load_title_model"), (pretraining, "load_masked_model")):
         vars(package)[load] = on_device(getattr(package, load))

@@ -78,11 +78,11 @@ def test_the_run_is_as_planned(whole: Path) -> None:
 # 15: one step before the next epoch; 3: before the best step, whose model is in model/; 0: before any checkpoint
 @pytest.mark.parametrize("step", [0, 3, 15, pytest.param(9, marks=pytest.mark.slow)])
 def test_resumed_exactly(step: int, settings: list[str], whole: Path, tmp_path: Path) -> None:
-    """Also if the log has lost steps, the last line is torn, and the model is gone."""
+    """Also if the last line of the log is torn, and the model is gone."""
     run = rewound(whole, tmp_path / "run", step)
     if step == 15:
         lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-        (run / "metrics.jsonl").write_text("".join(lines[:14]) + lines[15][:20])
+        (run / "metrics.jsonl").write_text("".join(lines[:15]) + lines[15][:20])
         shutil.rmtree(run / "model")
     message = train(*settings, "--output_dir", run)
     assert (f"step {step} of {STEPS} (saved by single," in message) == (step > 0)

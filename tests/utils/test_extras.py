@@ -16,7 +16,6 @@ PACKAGES = [re.split("[^\\w-]", line)[0] for extra in NAMED for line in EXTRAS[e
 # extra (: package) -> a command that needs it
 NEEDS = {
     "deepspeed": "recipes/cls.py {job} --config_file accelerate_configs/zero2.yaml",
-    "tensorboard": "recipes/cls.py {job} --report_to tensorboard",
     "titles": "recipes/title.py --train_file {reviews} --title_column label --model_name_or_path {model}",
     "demo: --model_name_or_path and --train_file": "recipes/cls.py --output_dir {out}",
     "titles: jieba": "recipes/cls.py {job} --tokenizer jieba",

@@ -14,6 +14,7 @@ from toolkit.evaluation import Evaluation
 from toolkit.models import lora
 from toolkit.training.optimizer import unwrapped_optimizer
 from toolkit.training.resume import Resumed
+from toolkit.utils.extras import install_command, is_installed
 from toolkit.utils.features import features
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ def start_lines(run: Run, model: Any) -> list[str]:
         demo.demo_entry(settings.model.model_name_or_path).note,
         demo.demo_entry(settings.data.dataset_name).note,
     ]
+    if not is_installed("matplotlib"):
+        lines.append(f"report.html will have no curves: {install_command('report')}")
     if isinstance(settings.model, ModelSettings) and settings.model.lora_r:
         lines.append(lora.describe(model, settings.model))
     return lines
