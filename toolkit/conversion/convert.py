@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from toolkit.checkpoint.safetensors_writer import DTYPES
 from toolkit.conversion import lora, write
@@ -41,13 +42,18 @@ def convert(checkpoint: Path, out: Path, settings: ConvertSettings) -> list[str]
     if settings.base_model is not None:
         base = open_checkpoint(settings.base_model)
     own = (opened.model_folder, opened.path, opened.path.parent)
+    adapter = None
+    if lora.is_adapted(opened):
+        place = _find_folder(lora.ADAPTER_CONFIG, *own, settings.config_from)
+        adapter = lora.read_config(opened, place)
     folder = _find_folder(CONFIG, settings.config_from, *own, settings.base_model)
-    model, line = _promised_class(folder, opened)
+    model, line = _promised_class(folder, opened, adapter)
     tensors = dict(opened.tensors)
     if model is not None:
+        if adapter is not None:
+            lora.refuse_without_head(opened, adapter, model)
         tensors = _model_tensors(opened, base, model)
-        if lora.is_adapted(opened):
-            adapter = _find_folder(lora.ADAPTER_CONFIG, *own, settings.config_from)
+        if adapter is not None:
             tensors |= lora.merged_layers(opened, adapter, model, tensors)
     checks = [*opened.checks]
     if base is not None:
@@ -58,9 +64,19 @@ def convert(checkpoint: Path, out: Path, settings: ConvertSettings) -> list[str]
     with explain_write_errors(out), replace_folder(out) as draft:
         size = write.write_tensors(draft / "model.safetensors", tensors, dtype)
         if folder is not None:
-            write.copy_files(folder, draft, dtype, is_own=folder == opened.path)
+            source = folder
+            if adapter is not None:  # new tokens
+                source = _find_folder("tokenizer_config.json", opened.path, folder) or folder
+            write.copy_files(source, draft, is_own=folder == opened.path)
+            write.write_config(folder / CONFIG, draft / CONFIG, dtype, model)
+    lines = [line]
+    if adapter is not None and model is not None and model.has_unnamed_classes():
+        lines.append(
+            "no file names the classes, or says whether several can hold for a text: write id2label "
+            f"and problem_type into {out / CONFIG}"
+        )
     step = f" from step {opened.step}" if opened.step is not None else ""
-    return [line, f"wrote {out}{step}: {size} of {settings.dtype}"]
+    return [*lines, f"wrote {out}{step}: {size} of {settings.dtype}"]
 
 
 def _find_folder(file: str, *folders: Path | None) -> Path | None:
@@ -71,17 +87,20 @@ def _find_folder(file: str, *folders: Path | None) -> Path | None:
     return None
 
 
-def _promised_class(folder: Path | None, opened: Checkpoint) -> tuple[ModelClass | None, str]:
+def _promised_class(
+    folder: Path | None, opened: Checkpoint, adapter: Any
+) -> tuple[ModelClass | None, str]:
     """The class in the folder's config, and a line for the user. Raises UserError if there is none
     and it is needed."""
     model = None
     line = f"weights only: {opened.path} has no config; pass a folder with one as --config_from"
     if folder is not None:
-        model = model_class(folder / CONFIG)
+        task = getattr(adapter, "task_type", None)
+        model = model_class(folder / CONFIG, lora.without_lora(opened), task)
         line = f"not compared with {folder / CONFIG}: its class is not in transformers"
     if model is not None:
         line = f"the names and shapes are those of {model.promise}"
-    elif lora.is_adapted(opened) or opened.base_model:
+    elif adapter is not None or opened.base_model:
         raise UserError(f"{line}, and {opened.path} has only a part of the weights")
     return model, line
 

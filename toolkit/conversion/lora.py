@@ -54,34 +54,57 @@ def without_lora(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint.renamed(names)
 
 
-def merged_layers(
-    checkpoint: Checkpoint,
-    folder: Path | None,
-    model: ModelClass,
-    weights: Mapping[str, Stored],
-) -> dict[str, Stored]:
-    """The parameters of all layers with LoRA, each of which peft merges when it is read.
+def read_config(checkpoint: Checkpoint, folder: Path | None) -> Any:
+    """peft's config of an adapter, in the folder that has one. Raises UserError if none has, and
+    for an adapter that cannot be merged."""
+    import peft
 
-    `folder`: of the adapter's config. `weights`: the model's without LoRA, by the class's names.
-    Raises UserError if the checkpoint does not have the parameters that the config promises.
-    """
     if folder is None:
         remedy = "pass the folder that has it as --config_from"
         raise UserError(f"{checkpoint.path} has no {ADAPTER_CONFIG}: {remedy}")
+    config: Any = peft.PeftConfig.from_pretrained(str(folder))
+    start = str(getattr(config, "init_lora_weights", "")).lower()
+    if start.startswith(_CHANGES_BASE):
+        raise UserError(f"{folder}: {start} changes the base model's weights: merge it with peft")
+    config.init_lora_weights = False  # nothing to compute on the meta device
+    return config
+
+
+def refuse_without_head(checkpoint: Checkpoint, config: Any, model: ModelClass) -> None:
+    """Raises UserError if the checkpoint lacks a module that its config says was trained whole."""
+    saved = model.fit(without_lora(checkpoint))
+    modules = config.modules_to_save or ()
+    for name in model.shapes:
+        is_promised = any(f".{module}." in f".{name}" for module in modules)
+        if is_promised and name not in saved:
+            promise = f"{ADAPTER_CONFIG} says that it was trained (modules_to_save)"
+            raise UserError(f"{checkpoint.path} lacks {name}, and its {promise}: copy it again")
+
+
+def merged_layers(
+    checkpoint: Checkpoint, config: Any, model: ModelClass, weights: Mapping[str, Stored]
+) -> dict[str, Stored]:
+    """The parameters of all layers with LoRA, each of which peft merges when it is read.
+
+    `config`: of the adapter. `weights`: the model's without LoRA, by the class's names. Raises
+    UserError if the checkpoint does not have the parameters that the config promises.
+    """
     added = {}
     for name, tensor in checkpoint.tensors.items():
         if ".lora_" in name:
             added[_saved_name(name).removeprefix(PREFIX)] = tensor
     available = {**weights, **added}
     merged: dict[str, Stored] = {}
-    for path, layer in _lora_layers(folder, model).items():
+    for path, layer in _lora_layers(config, model).items():
         state: dict[str, Stored] = {}
         for name, parameter in layer.named_parameters():
             saved_name = _saved_name(f"{path}.{name}".replace(".base_layer.", "."))
             shape = tuple(parameter.shape)
             if saved_name not in available or available[saved_name].shape != shape:
                 missing = f"{saved_name} of shape {list(shape)}"
-                raise UserError(f"{checkpoint.path} lacks {missing}, which {folder} promises")
+                raise UserError(
+                    f"{checkpoint.path} lacks {missing}, which its {ADAPTER_CONFIG} promises"
+                )
             state[name] = available[saved_name]
             added.pop(saved_name, None)
         for name, parameter in layer.get_base_layer().named_parameters():
@@ -89,20 +112,17 @@ def merged_layers(
             merged[f"{path}.{name}"] = Stored(tuple(parameter.shape), torch.float32, read)
     if added:
         names = listing(sorted(added), 3)
-        raise UserError(f"{checkpoint.path} has {names}, which {folder} does not promise")
+        raise UserError(
+            f"{checkpoint.path} has {names}, which its {ADAPTER_CONFIG} does not promise"
+        )
     return merged
 
 
-def _lora_layers(folder: Path, model: ModelClass) -> dict[str, Any]:
+def _lora_layers(config: Any, model: ModelClass) -> dict[str, Any]:
     """The layers to which peft adds LoRA, by their names, on the meta device."""
     import peft
     from peft.tuners.lora import LoraLayer
 
-    config: Any = peft.PeftConfig.from_pretrained(str(folder))
-    start = str(getattr(config, "init_lora_weights", "")).lower()
-    if start.startswith(_CHANGES_BASE):
-        raise UserError(f"{folder}: {start} changes the base model's weights: merge it with peft")
-    config.init_lora_weights = False  # nothing to compute on the meta device
     adapted = copy.deepcopy(model.model)
     peft.inject_adapter_in_model(config, adapted, low_cpu_mem_usage=True)
     layers = adapted.named_modules()

@@ -15,26 +15,74 @@ from toolkit.errors import Faults, UserError, first_line, listing
 from toolkit.utils.files import read_table
 
 CONFIG = "config.json"
+# peft's name of a task -> transformers' table of classes
+_TASKS = {
+    "SEQ_CLS": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+    "TOKEN_CLS": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
+    "QUESTION_ANS": "MODEL_FOR_QUESTION_ANSWERING_MAPPING",
+    "FEATURE_EXTRACTION": "MODEL_MAPPING",
+}
 # of BERT's first checkpoints, such as bert-base-chinese; `from_pretrained` renames them, too
 _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
-def model_class(path: Path) -> ModelClass | None:
-    """None if the config's class is not of transformers. Raises UserError for a config that it
-    cannot build."""
+def model_class(path: Path, checkpoint: Checkpoint, task: str | None = None) -> ModelClass | None:
+    """The class of a config; None if it is not of transformers.
+
+    `task`: of an adapter's config, such as SEQ_CLS. The class is this task's then, with as many
+    outputs and tokens as the adapter has. Without one, where the config's class (that of the base
+    model, say) lacks names that the checkpoint has, it is the class of a task that has all of them.
+
+    Raises UserError for a config that transformers cannot build."""
     import transformers
 
-    config = read_table(path)
-    kind = getattr(transformers, (config.get("architectures") or [""])[0], None)
-    if kind is None or config.get("model_type") not in transformers.CONFIG_MAPPING:
+    settings = read_table(path)
+    kind = getattr(transformers, (settings.get("architectures") or [""])[0], None)
+    if kind is None or settings.get("model_type") not in transformers.CONFIG_MAPPING:
         return None
+    config = transformers.CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
+    if task in _TASKS:
+        kind = _class_of_task(config, _TASKS[task]) or kind
+        return _resized(_build(kind, config, path), checkpoint)
+    model = _build(kind, config, path)
+    if not model.unknown(checkpoint):
+        return model
+    for table in _TASKS.values():
+        kind = _class_of_task(config, table)
+        other = kind and _build(kind, config, path)
+        if other and not other.unknown(checkpoint):
+            return other
+    return model
+
+
+def _class_of_task(config: Any, table: str) -> Any:
+    """This architecture's class in a table of transformers; None if it has none."""
+    import transformers
+
+    return getattr(transformers, table).get(type(config), None)
+
+
+def _build(kind: Any, config: Any, path: Path) -> ModelClass:
     try:
-        settings = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
         with torch.device("meta"):
-            return ModelClass(kind(settings), path)
+            return ModelClass(kind(config), path)
     except Exception as error:
         fault = f"{kind.__name__} cannot be built from it: {first_line(error)}"
         raise UserError(f"{path}: {fault}") from error
+
+
+def _resized(model: ModelClass, checkpoint: Checkpoint) -> ModelClass:
+    """The class with as many outputs and tokens as a checkpoint has rows for."""
+    config = model.model.config
+    for name, tensor in model.fit(checkpoint).items():
+        promised = model.shapes.get(name, tensor.shape)
+        if tensor.shape == promised or tensor.shape[1:] != promised[1:]:
+            continue
+        if promised[0] == config.vocab_size:
+            config.vocab_size = tensor.shape[0]
+        elif promised[0] == config.num_labels:
+            config.num_labels = tensor.shape[0]
+    return _build(type(model.model), config, model.path)
 
 
 class ModelClass:
@@ -43,6 +91,7 @@ class ModelClass:
     def __init__(self, model: Any, config: Path) -> None:
         self.model = model
         """On the meta device."""
+        self.path = config
         self.promise = f"{type(model).__name__} of {config}"
         state = model.state_dict(keep_vars=True)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -54,6 +103,23 @@ class ModelClass:
         self.ties = [sorted(names, key=others.__contains__) for names in groups.values()]
         """All names of each tensor, first the one under which `save_pretrained` writes it."""
 
+    def changes_of(self, config: dict[str, Any]) -> dict[str, Any]:
+        """What this class has otherwise than the config.json it was made from."""
+        built = self.model.config
+        before = type(built).from_dict(config)
+        changes: dict[str, Any] = {"architectures": [type(self.model).__name__]}
+        if getattr(built, "vocab_size", None) != getattr(before, "vocab_size", None):
+            changes["vocab_size"] = built.vocab_size
+        if built.num_labels != before.num_labels:
+            changes["id2label"], changes["label2id"] = built.id2label, built.label2id
+        return changes
+
+    def has_unnamed_classes(self) -> bool:
+        """Whether it classifies, and its classes have transformers' names, LABEL_0, ..."""
+        names = self.model.config.id2label.values()
+        classifies = "Classification" in type(self.model).__name__
+        return classifies and all(str(name).startswith("LABEL_") for name in names)
+
     def lacks(self, tensors: Collection[str]) -> list[str]:
         """The tensors that are there under none of their names."""
         return [names[0] for names in self.ties if not any(name in tensors for name in names)]
@@ -64,10 +130,19 @@ class ModelClass:
         A missing or superfluous prefix of the base model (`bert.`) and old names are corrected, as
         by `from_pretrained`. If the class has none of the names, the first part of each is removed:
         `model.` of a LightningModule, say."""
+        return self._untied(dict(checkpoint.renamed(self._names(checkpoint)).tensors))
+
+    def unknown(self, checkpoint: Checkpoint) -> list[str]:
+        """The names that `fit` does not find in this class."""
+        names = self._names(checkpoint).values()
+        return [name for name in names if name not in self.shapes]
+
+    def _names(self, checkpoint: Checkpoint) -> dict[str, str]:
+        """A checkpoint's names, and this class's, as far as it has them."""
         names = {name: self._known_name(name) for name in checkpoint.tensors}
         if not self.shapes.keys() & names.values():
             names = {name: self._known_name(name.partition(".")[2] or name) for name in names}
-        return self._untied(dict(checkpoint.renamed(names).tensors))
+        return names
 
     def _known_name(self, name: str) -> str:
         """The class's name, which may have the prefix of the base model, or lack it."""

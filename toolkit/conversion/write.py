@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from toolkit.checkpoint.safetensors_writer import write_in_dtype
-from toolkit.conversion.model_class import CONFIG
+from toolkit.conversion.model_class import ModelClass
 from toolkit.conversion.stored import Stored
 from toolkit.errors import size_text
 from toolkit.utils.files import read_table, write_new
@@ -30,16 +30,22 @@ def write_tensors(path: Path, tensors: Mapping[str, Stored], dtype: torch.dtype)
     return size_text(path.stat().st_size)
 
 
-def copy_files(source: Path, folder: Path, dtype: torch.dtype, is_own: bool) -> None:
-    """Copies the tokenizer and what else belongs to a model, and its config, with the dtype of the
-    weights, in which `from_pretrained` loads them. `is_own`: the weights are `source`'s, and so the
-    thresholds that were tuned on them are copied, too."""
+def copy_files(source: Path, folder: Path, is_own: bool) -> None:
+    """Copies the tokenizer and what else belongs to a model. `is_own`: the weights are `source`'s,
+    and so the thresholds that were tuned on them are copied, too."""
     patterns = [*_FILES]
     if is_own:
         patterns.append("decisions.json")
     for path in {path for pattern in patterns for path in source.glob(pattern)}:
         shutil.copyfile(path, folder / path.name)
-    config = read_table(source / CONFIG)
+
+
+def write_config(source: Path, path: Path, dtype: torch.dtype, model: ModelClass | None) -> None:
+    """Writes a config with the class and the sizes of the model, and the dtype of its weights, in
+    which `from_pretrained` loads them."""
+    config = read_table(source)
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
-    write_new(folder / CONFIG, json.dumps(config, ensure_ascii=False, indent=2) + "\n")
+    if model is not None:
+        config |= model.changes_of(config)
+    write_new(path, json.dumps(config, ensure_ascii=False, indent=2) + "\n")

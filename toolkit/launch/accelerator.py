@@ -1,0 +1,46 @@
+"""The Accelerator of a run on CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
+
+_CHUNK = 1 << 14
+"""Numbers that are summed in fp32: the error stays below 1e-7."""
+
+
+class CPUAccelerator(Accelerator):
+    """Clips by the exact norm. torch's sums a whole tensor in fp32: on a CPU the norm of an
+    embedding of 16 million numbers is wrong by 1e-5 to 6e-4, and that of its shards is not."""
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: int = 2
+    ) -> Any:
+        """The norm of all gradients before clipping, () float64. DeepSpeed clips by itself."""
+        parameters = list(parameters)
+        if norm_type != 2 or self.deepspeed_engine_wrapped is not None:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        self.unscale_gradients()
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        is_sharded = any(isinstance(each, DTensor) for each in gradients)
+        if is_sharded:  # FSDP2
+            gradients = [each.to_local() for each in gradients]
+        squares = sum_of_squares(gradients)
+        if is_sharded:
+            torch.distributed.all_reduce(squares)
+        norm = squares.sqrt()
+        if norm > max_norm:
+            torch._foreach_mul_(gradients, max_norm / (float(norm) + 1e-6))
+        return norm
+
+
+def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """() float64."""
+    chunks = [chunk for tensor in tensors for chunk in tensor.flatten().split(_CHUNK)]
+    if not chunks:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.stack(torch._foreach_norm(chunks)).double().square().sum()
