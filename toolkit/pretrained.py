@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -24,7 +23,7 @@ from toolkit.errors import UserError, first_line, listing
 from toolkit.utils.cache import digest_of_files
 from toolkit.utils.compat import require
 from toolkit.utils.files import refuse_lfs_pointer
-from toolkit.utils.log import logger
+from toolkit.utils.log import log_on_rank_0
 
 _CONFIG = "config.json"
 _SECONDS = 5.0  # to wait for the hub
@@ -198,6 +197,5 @@ def check_reachable(
                 "HF_ENDPOINT=https://hf-mirror.com), or ModelScope: pip install modelscope; "
                 f"modelscope download --{kind} {name} --local_dir FOLDER; then name ./FOLDER"
             ) from error
-        if os.environ.get("RANK", "0") == "0":
-            logger.info(f"{name}: {unreachable}: using the copy in the cache")
+        log_on_rank_0(f"{name}: {unreachable}: using the copy in the cache")
         constants.HF_HUB_OFFLINE = kind == "model"

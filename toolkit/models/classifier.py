@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from toolkit.config import ModelSettings, PretrainedSettings
 from toolkit.errors import UserError, listing
 from toolkit.models.attention import choose_attention
 from toolkit.models.first_token import read_first_token_only
-from toolkit.models.layers import freeze_layers, keep_layers, reinit_layers
+from toolkit.models.layers import freeze_layers, keep_layers, reinit_head, reinit_layers
 from toolkit.models.lora import add_lora
 from toolkit.pretrained import (
     explain_load_errors,
@@ -31,8 +31,12 @@ from toolkit.pretrained import (
     refuse_random,
     whole_weights,
 )
+from toolkit.utils.log import log_on_rank_0
 from toolkit.utils.modules import autograd_leaves
 
+_ADAPTER = "adapter_config.json"
+_NOWHERE = {"subfolder": "not-applied"}
+"""Where `from_pretrained` looks for an adapter."""
 _LAYER = re.compile(r"\blayers?\.(\d+)\.")
 
 
@@ -63,11 +67,13 @@ def load_classifier(settings: ModelSettings, labels: Any, seed: int) -> Any:
     if "attention_mask" not in inspect.signature(model.forward).parameters:
         kind = type(model).__name__
         raise UserError(f"model {name}: {kind} would read padding as part of the text")
-    _reorder_head(model, saved_names, labels.names)
     new = [*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])]
     # only a head and a pooler may be new
     prefix = f"{model.base_model_prefix}."
     refuse_random(name, (key for key in new if key.startswith(prefix) and "pooler" not in key))
+    has_head = all(key.startswith(prefix) for key in new)
+    if has_head:
+        log_on_rank_0(f"{name}: its classifier is {_fit_head(model, saved_names, labels, seed)}")
     _change_layers(model, settings, seed)
     configure(model, settings)
     read_first_token_only(model)
@@ -78,22 +84,34 @@ def load_classifier(settings: ModelSettings, labels: Any, seed: int) -> Any:
     return model
 
 
-def _reorder_head(model: Any, saved: list[str], names: Sequence[str]) -> None:
-    """Reorders the outputs of a head that was trained on the same classes in another order."""
-    if saved == list(names) or set(saved) != set(names):
-        return
+def _fit_head(model: Any, saved: list[str], labels: Any, seed: int) -> str:
+    """Makes the head of a checkpoint with classes `saved`, as many as the data's, one for the
+    data's classes. Returns what it is now, and why."""
+    names = list(labels.names)
+    if saved == names:
+        return "kept"
+    if set(saved) == set(names):
+        _reorder_head(model, [saved.index(name) for name in names])
+        return "kept, its outputs in the order of the data's classes"
+    if all(re.fullmatch(r"LABEL_\d+", name) for name in saved):
+        return f"kept by position, as its classes have no names: {listing(names)}"
+    reinit_head(model, seed)
+    return f"new, as its classes were {listing(saved)}"
+
+
+def _reorder_head(model: Any, order: list[int]) -> None:
+    """Raises UserError for a head without a linear layer."""
     heads = [
         part
         for name, part in model.named_modules()
         if not name.startswith(f"{model.base_model_prefix}.")
-        and getattr(part, "out_features", None) == len(names)
+        and getattr(part, "out_features", None) == len(order)
     ]
     if not heads:
         raise UserError(
-            f"{type(model).__name__} has the classes {listing(names)}, in an order other than the "
-            "data's, and no linear layer as its head: reorder its outputs"
+            f"{type(model).__name__} has the data's classes in another order, and no linear layer "
+            "as its head: reorder its outputs"
         )
-    order = [saved.index(name) for name in names]
     for parameter in heads[-1].parameters():
         parameter.data = parameter.data[order]
 
@@ -112,8 +130,14 @@ def from_pretrained(
 ) -> tuple[Any, Any]:
     """(a model with all of its weights, in float32 unless `dtype` is among the options,
     transformers' loading info). Raises UserError, also for weights of more layers than the config
-    has, which transformers drops silently."""
+    has, which transformers drops silently.
+
+    An adapter beside the weights is left out, with a line: a merged model would get it twice."""
     options.setdefault("dtype", torch.float32)
+    if (Path(name) / _ADAPTER).is_file():
+        log_on_rank_0(
+            f"{name}: the adapter beside the weights is not applied (`toolkit convert` merges one)"
+        )
     if attention and config.model_type != "big_bird":  # `choose_attention` installs a BigBird's
         options["attn_implementation"] = attention
     with (
@@ -122,7 +146,12 @@ def from_pretrained(
         quiet_transformers(),
     ):
         model, loading = auto_class.from_pretrained(
-            path, config=config, trust_remote_code=False, output_loading_info=True, **options
+            path,
+            config=config,
+            trust_remote_code=False,
+            output_loading_info=True,
+            adapter_kwargs=_NOWHERE,
+            **options,
         )
     layers = getattr(config.get_text_config(), "num_hidden_layers", None) or math.inf
     dropped = {key: _LAYER.search(key) for key in loading["unexpected_keys"]}

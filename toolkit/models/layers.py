@@ -95,15 +95,28 @@ def reinit_layers(model: Any, count: int, seed: int) -> None:
     """Initializes the top `count` layers (and a pooler) as for pretraining, equally in every
     process (Zhang et al., 2021, "Revisiting Few-sample BERT Fine-tuning")."""
     layers = _layers_of(model, count, "reinit_layers")
-    with torch.random.fork_rng(devices=[]), whole_weights():
-        set_seed(seed)
-        new_model = type(model)(model.config)
+    new_model = _new_model(model, seed)
     new_layers = _layers_of(new_model, count, "reinit_layers")
     for layer, new_layer in list(zip(layers, new_layers, strict=True))[-count:]:
         layer.load_state_dict(new_layer.state_dict())
     pooler = getattr(model.base_model, "pooler", None)
     if pooler is not None:
         pooler.load_state_dict(new_model.base_model.pooler.state_dict())
+
+
+def reinit_head(model: Any, seed: int) -> None:
+    """Initializes what is not the base model, equally in every process."""
+    new_model = _new_model(model, seed)
+    for name, part in model.named_children():
+        if name != model.base_model_prefix:
+            part.load_state_dict(new_model.get_submodule(name).state_dict())
+
+
+def _new_model(model: Any, seed: int) -> Any:
+    """One of the same class and sizes, as before pretraining."""
+    with torch.random.fork_rng(devices=[]), whole_weights():
+        set_seed(seed)
+        return type(model)(model.config)
 
 
 def _layers_of(model: Any, count: int, setting: str) -> torch.nn.ModuleList:

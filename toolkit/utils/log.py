@@ -7,6 +7,7 @@ that."""
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 from tqdm import tqdm
@@ -35,3 +36,9 @@ def add_handler() -> None:
     logger.addHandler(logging.StreamHandler(_StandardError()))
     logger.setLevel(logging.INFO)
     logger.propagate = False  # `logging.info` of a library adds a root handler: lines printed twice
+
+
+def log_on_rank_0(line: str) -> None:
+    """Logs a line from one process of a launch, also before there is an accelerator."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.info(line)
