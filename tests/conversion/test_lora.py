@@ -1,12 +1,13 @@
 """LoRA: the converted model is the one that peft merges. (Promise 4.)"""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import toolkit
 from tests.conversion.test_files import write_run
@@ -25,14 +26,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def make_peft(model: Path, **options: Any) -> Any:
-    import peft
     from transformers import AutoModelForSequenceClassification
 
     torch.manual_seed(3)
     base = AutoModelForSequenceClassification.from_pretrained(model, num_labels=3)
+    return adapted(base, **options)
+
+
+def adapted(model: Any, **options: Any) -> Any:
+    import peft
+
     usual = {"task_type": "SEQ_CLS", "r": 3, "lora_alpha": 5, "target_modules": ["query", "value"]}
     config = peft.LoraConfig(init_lora_weights=False, **{**usual, **options})
-    return peft.get_peft_model(base, config)
+    return peft.get_peft_model(model, config)
 
 
 @pytest.fixture
@@ -83,3 +89,55 @@ def test_what_cannot_be_merged_is_refused(tiny_model: Path, base: Path, tmp_path
     save_file(other, tmp_path / "adapter_model.safetensors")
     refusal(toolkit.convert, tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("names", ["today's", "of BERT's first checkpoints"])
+def test_an_adapter_of_a_language_model(names: str, tiny_model: Path, tmp_path: Path) -> None:
+    """It decides the class, the outputs and the tokens, and what its config promises must be there."""
+    from transformers import (
+        AutoModelForPreTraining,
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+    )
+
+    base, adapter, out = (tmp_path / name for name in ("base", "adapter", "out"))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    for saved in (tokenizer, AutoModelForPreTraining.from_pretrained(tiny_model)):
+        saved.save_pretrained(base)
+    if names != "today's":
+        weights = {}
+        for name, tensor in read_folder(base).items():
+            name = name.replace("LayerNorm.weight", "LayerNorm.gamma")
+            weights[name.replace("LayerNorm.bias", "LayerNorm.beta")] = tensor
+        save_file(weights, base / "model.safetensors", {"format": "pt"})
+    tokenizer.add_tokens(["covid"])
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=3)
+    model.resize_token_embeddings(len(tokenizer))
+    live = adapted(model, modules_to_save=["classifier", "word_embeddings", "LayerNorm"]).eval()
+    for saved in (tokenizer, live):
+        saved.save_pretrained(adapter)
+    lines = toolkit.convert(adapter, out, base_model=base)
+    assert any("id2label" in line for line in lines)
+    inputs = AutoTokenizer.from_pretrained(out)(["a covid film"], return_tensors="pt")
+    assert "covid" in inputs.tokens(0)
+    merged = AutoModelForSequenceClassification.from_pretrained(out).eval()
+    assert (merged.config.num_labels, merged.config.vocab_size) == (3, len(tokenizer))
+    torch.testing.assert_close(merged(**inputs).logits, live(**inputs).logits)
+    parts = load_file(adapter / "adapter_model.safetensors")
+    for name in [name for name in parts if ".classifier." in name]:
+        del parts[name]
+    save_file(parts, adapter / "adapter_model.safetensors", {"format": "pt"})
+    says = ["classifier.weight", "modules_to_save"]
+    refusal(toolkit.convert, adapter, tmp_path / "other", base_model=base, says=says)
+
+
+def test_a_config_of_another_task_gives_way(tiny_model: Path, tmp_path: Path) -> None:
+    """A live config's `architectures` is still the base model's."""
+    classifier = make_peft(tiny_model).unload()
+    torch.save(classifier.state_dict(), tmp_path / "model.pt")
+    config = bert_config(tiny_model, tmp_path / "config")
+    edit_json(config / "config.json", architectures=["BertForMaskedLM"])
+    toolkit.convert(tmp_path / "model.pt", tmp_path / "out", config_from=config)
+    torch.testing.assert_close(read_folder(tmp_path / "out"), classifier.state_dict())
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["architectures"] == ["BertForSequenceClassification"]

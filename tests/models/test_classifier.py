@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -95,6 +96,43 @@ def test_a_head_of_the_same_classes_gets_the_order_of_the_data(family: str, tmp_
     model = load(tmp_path, single("abc"))
     ids = torch.tensor([[3, 4]])
     torch.testing.assert_close(model.eval()(ids).logits, trained(ids).logits[:, [1, 2, 0]])
+
+
+@pytest.mark.parametrize(
+    ("saved", "says", "is_kept"),
+    [
+        ("abc", "kept", True),
+        ("cab", "in the order of the data", True),
+        ("xyz", "new, as its classes were x, y, z", False),
+        (["LABEL_0", "LABEL_1", "LABEL_2"], "kept by position", True),
+    ],
+)
+def test_a_line_says_what_became_of_a_head(
+    saved: Any, says: str, is_kept: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "toolkit")
+    torch.manual_seed(5)
+    trained = classifier_of("bert", id2label=dict(enumerate(saved)))
+    trained.save_pretrained(tmp_path)
+    models = [load(tmp_path, single("abc"), seed=3) for _ in range(2)]
+    weights = [model.classifier.weight.sum().item() for model in models]
+    assert weights[0] == weights[1]
+    assert (weights[0] == pytest.approx(trained.classifier.weight.sum().item())) is is_kept
+    assert len(caplog.messages) == 2
+    assert all(says in line and str(tmp_path) in line for line in caplog.messages)
+
+
+def test_an_adapter_beside_weights_is_not_applied(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "toolkit")
+    trained = classifier_of("bert", id2label=dict(enumerate("abc")))
+    config = peft.LoraConfig(task_type="SEQ_CLS", init_lora_weights=False)
+    peft.get_peft_model(copy.deepcopy(trained), config).save_pretrained(tmp_path)
+    trained.save_pretrained(tmp_path)
+    model = load(tmp_path, single("abc"))
+    torch.testing.assert_close(model.state_dict(), trained.state_dict())
+    assert "not applied" in caplog.text
 
 
 @pytest.mark.parametrize("family", FAMILIES)

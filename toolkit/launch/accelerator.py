@@ -14,15 +14,17 @@ _CHUNK = 1 << 14
 
 
 class CPUAccelerator(Accelerator):
-    """Clips by the exact norm. torch's sums a whole tensor in fp32: on a CPU the norm of an
-    embedding of 16 million numbers is wrong by 1e-5 to 6e-4, and that of its shards is not."""
+    """Clips by the exact norm. torch's sums a whole tensor in fp32: on a CPU that of an embedding
+    of 16 million numbers is wrong by 1e-5 to 6e-4, and that of its shards is not.
+
+    Not for DeepSpeed, which clips by itself."""
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: int = 2
     ) -> Any:
-        """The norm of all gradients before clipping, () float64. DeepSpeed clips by itself."""
+        """The norm of all gradients before clipping, () float64."""
         parameters = list(parameters)
-        if norm_type != 2 or self.deepspeed_engine_wrapped is not None:
+        if norm_type != 2:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         self.unscale_gradients()
         gradients = [each.grad for each in parameters if each.grad is not None]
