@@ -90,7 +90,7 @@ def signature(thing):
 
 def api():
     """The names that `import toolkit` offers, with their docstrings (Markdown)."""
-    offered = [name for names in toolkit._OFFERED.values() for name in names]
+    offered = toolkit.__all__
     for name in sorted(offered, key=str.lower):
         thing = getattr(toolkit, name)
         yield f"\n### {name}\n"

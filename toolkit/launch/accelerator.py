@@ -28,15 +28,13 @@ class CPUAccelerator(Accelerator):
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         self.unscale_gradients()
         gradients = [each.grad for each in parameters if each.grad is not None]
-        is_sharded = any(isinstance(each, DTensor) for each in gradients)
-        if is_sharded:  # FSDP2
-            gradients = [each.to_local() for each in gradients]
-        squares = sum_of_squares(gradients)
-        if is_sharded:
+        shards = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
+        squares = sum_of_squares(shards)
+        if any(isinstance(each, DTensor) for each in gradients):  # FSDP2
             torch.distributed.all_reduce(squares)
         norm = squares.sqrt()
         if norm > max_norm:
-            torch._foreach_mul_(gradients, max_norm / (float(norm) + 1e-6))
+            torch._foreach_mul_(shards, max_norm / (float(norm) + 1e-6))
         return norm
 
 

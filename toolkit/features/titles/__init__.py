@@ -1,14 +1,5 @@
 """Titles of long texts. Names for a recipe, imported on first use."""
 
-from typing import Any
+import lazy_loader
 
-from toolkit.utils.lazy import offered
-
-_OFFERED = {
-    "evaluation": ("Writer", "title_evaluation", "title_metrics"),
-    "model": ("load_title_model",),
-}
-
-
-def __getattr__(name: str) -> Any:
-    return offered(__name__, _OFFERED, name)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
