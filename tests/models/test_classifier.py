@@ -104,6 +104,7 @@ def test_a_head_of_the_same_classes_gets_the_order_of_the_data(family: str, tmp_
         ("abc", "kept", True),
         ("cab", "in the order of the data", True),
         ("xyz", "new, as its classes were x, y, z", False),
+        ("abcd", "new, as it had 4 classes", False),
         (["LABEL_0", "LABEL_1", "LABEL_2"], "kept by position", True),
     ],
 )

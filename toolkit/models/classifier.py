@@ -71,9 +71,10 @@ def load_classifier(settings: ModelSettings, labels: Any, seed: int) -> Any:
     # only a head and a pooler may be new
     prefix = f"{model.base_model_prefix}."
     refuse_random(name, (key for key in new if key.startswith(prefix) and "pooler" not in key))
-    has_head = all(key.startswith(prefix) for key in new)
-    if has_head:
+    if all(key.startswith(prefix) for key in new):
         log_on_rank_0(f"{name}: its classifier is {_fit_head(model, saved_names, labels, seed)}")
+    elif loading["mismatched_keys"]:
+        log_on_rank_0(f"{name}: its classifier is new, as it had {len(saved_names)} classes")
     _change_layers(model, settings, seed)
     configure(model, settings)
     read_first_token_only(model)
