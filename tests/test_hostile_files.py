@@ -1,5 +1,6 @@
 """Files and folders made to harm: no code in them is executed, and no address in them is called."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -83,3 +84,30 @@ def test_a_recipe_imports_what_lies_beside_it(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(script)
     done = start([sys.executable, tmp_path / "mine.py", *DDP]).succeeded()
     assert done.out.count("imported 5") == 2
+
+
+@pytest.mark.parametrize("command", ["predict", "evaluate"])
+def test_a_token_without_a_row_in_the_model(command: str, model: Path, tmp_path: Path) -> None:
+    file = model / "tokenizer.json"
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
+    added = {**tokenizer["added_tokens"][-1], "id": 99_999, "content": "zzfilm"}
+    tokenizer["added_tokens"].append(added)
+    file.write_text(json.dumps(tokenizer), encoding="utf-8")
+    (tmp_path / "rows.csv").write_text("text,label\na film,neg\n")
+    words = ["toolkit", command, model, tmp_path / "rows.csv"]
+    if command == "evaluate":
+        words += ["--output_dir", tmp_path / "out"]
+    start(words).says_in_one_line("the tokenizer has a token")
+
+
+@pytest.mark.parametrize("encoding", ["gbk", "ascii"])
+def test_a_terminal_without_unicode_ends_nothing(encoding: str, model: Path) -> None:
+    """Only what it cannot show is written otherwise."""
+    words = [sys.executable, "-m", "toolkit", "predict", model, "--text", "fun 😀 é"]
+    done = start(words, env={"PYTHONIOENCODING": encoding}).succeeded()
+    assert json.loads(done.out)["prediction"] in ("neg", "pos")
+
+
+def test_a_text_that_is_no_unicode(model: Path) -> None:
+    words = [sys.executable, "-m", "toolkit", "predict", model, "--text", "caf\udce9"]
+    start(words).says_in_one_line("row 1", "no Unicode")

@@ -3,6 +3,7 @@ docs/api.md lists all that `import toolkit` offers."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,9 @@ def _columns(texts: Any) -> tuple[list[str], ...]:
         is_text = all(isinstance(text, str) for text in row)
         if not is_text or len(row) != width or width > 2:
             raise UserError(f"texts, row {number}: {repr(row)[:60]} is unlike the others: {hint}")
+        if re.search("[\ud800-\udfff]", "".join(row)):
+            remedy = "decode the bytes as what they are, utf-8 or gb18030"
+            raise UserError(f"texts, row {number}: {repr(row[0])[:60]} is no Unicode: {remedy}")
     return tuple([str(row[place]) for row in rows] for place in range(width))
 
 

@@ -58,11 +58,12 @@ def fingerprint(tokenizer: Any) -> str:
 
 
 def refuse_foreign_tokenizer(tokenizer: Any, config: Any) -> None:
-    """Raises UserError when the tokenizer has more tokens than the model has embeddings."""
+    """Raises UserError when a token has no row in the model's embeddings."""
     rows = getattr(pretrained.encoder_config(config), "vocab_size", None)
-    if rows and len(tokenizer) > rows:
+    highest = max(tokenizer.get_vocab().values())
+    if rows and highest >= rows:
         raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model {rows}: they are of "
+            f"the tokenizer has a token with id {highest} and the model {rows} rows: they are of "
             "different models; put the model's tokenizer files into its folder"
         )
 

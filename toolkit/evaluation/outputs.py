@@ -293,7 +293,8 @@ def _finite_fault(ids: np.ndarray, columns: Sequence[np.ndarray]) -> str:
     if is_finite.all():
         return ""
     rows = listing((np.sort(ids[~is_finite]) + 1).tolist())
-    return f"the model's outputs are not finite for rows {rows}: it diverged; lower --learning_rate"
+    why = "it diverged in training (lower --learning_rate there), or its weights are damaged"
+    return f"the model's outputs are not finite for rows {rows}: {why}"
 
 
 def ids_fault(ids: np.ndarray, expected: np.ndarray) -> str:

@@ -21,7 +21,12 @@ from toolkit.data.labels import USUAL, Labels
 from toolkit.data.read import format_of
 from toolkit.data.table import Table
 from toolkit.data.token_files import split_of_texts
-from toolkit.data.tokenizer import choose_max_length, load_tokenizer, separator_of
+from toolkit.data.tokenizer import (
+    choose_max_length,
+    load_tokenizer,
+    refuse_foreign_tokenizer,
+    separator_of,
+)
 from toolkit.data.tokens import Split
 from toolkit.evaluation.answers import Answers, answers_for
 from toolkit.evaluation.outputs import BatchSizes
@@ -106,6 +111,7 @@ class SavedModel:
         self.settings = ModelSettings(model_name_or_path=name)
         self.config = load_config(self.settings)
         self.tokenizer = load_tokenizer(self.settings)
+        refuse_foreign_tokenizer(self.tokenizer, self.config)
         self.answers: Answers = answers_for(name, self.config)
 
     def choose_max_length(self, max_length: int | None, pairs: bool = False) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -83,6 +84,9 @@ def run(main: Callable[[], None], relaunches: bool = True) -> None:
     Exit codes: 0 done, 1 failed, 128 + N stopped by signal N. Without `relaunches` the launch
     options are left to `main`.
     """
+    for stream in (sys.stdout, sys.stderr):  # a terminal's encoding must not end finished work
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         if relaunches:
             sys.argv, request = take_options(sys.argv)
