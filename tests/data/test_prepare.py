@@ -64,7 +64,7 @@ def test_a_class_of_one_row_is_trained_on(prepared: Prepare) -> None:
 def test_a_tokenizer_of_another_model_is_an_error(prepared: Prepare) -> None:
     """It has 127 tokens: more than the model has rows for."""
     model = SimpleNamespace(**vars(MODEL), vocab_size=126)
-    refusal(prepared, AB, model=model, says=["127", "126"])
+    refusal(prepared, AB, model=model, says=["id 126", "126 rows"])
 
 
 def test_texts_that_are_also_in_training_and_cut_ones_are_said(prepared: Prepare) -> None:
@@ -322,3 +322,10 @@ def test_the_rows_that_are_held_out_stay_the_same_from_version_to_version(
 def test_classes_that_differ_in_case_and_blanks_are_named(prepared: Prepare) -> None:
     notes = prepared(rows_of({"pos": 6, "Pos ": 6, "neg": 6})).notes
     assert any("'Pos'" in note and "'pos'" in note for note in notes)
+
+
+def test_columns_that_are_not_read_are_named_unless_the_user_chose(prepared: Prepare) -> None:
+    rows = [{**row, "TARGET": "x", "STANCE": row["label"]} for row in AB]
+    chosen = {"label_column": "label", "text_column": "text"}
+    assert any("TARGET, STANCE" in note for note in prepared(rows).notes)
+    assert not any("TARGET" in note for note in prepared(rows, **chosen).notes)

@@ -52,6 +52,7 @@ def select_samples(
     if len(joined) > 1:
         columns = ", ".join(joined)
         notes.append(f"columns {columns} are one text, with {separator} between them")
+    notes.extend(_unread_columns(settings, tables["train"], [*texts, *predicted]))
     with_texts = {}
     for split, table in tables.items():
         with_texts[split] = _with_texts(table.read(texts, separator), drop_empty)
@@ -90,6 +91,18 @@ def data_seed(settings: Any) -> int:
     if settings.data.data_seed is None:
         return int(settings.training.seed)
     return int(settings.data.data_seed)
+
+
+def _unread_columns(settings: Any, train: Table, read: list[str]) -> Iterator[str]:
+    """A line on the other columns, unless the settings name those that are read: another one may
+    be the label, or a second text."""
+    names = ["text_column", targets_of(settings).column_setting]
+    is_guess = any(name and getattr(settings.data, name) is None for name in names)
+    names_read = {name for column in read for name in train.columns_of(column)}
+    others = [name for name in train.rows.column_names if name not in names_read]
+    if is_guess and others:
+        choices = " and ".join(f"--{name}" for name in names if name)
+        yield f"not read: column {listing(others)} ({choices} choose others)"
 
 
 def _find_columns(settings: Any, train: Table) -> tuple[tuple[str, ...], tuple[str, ...]]:
