@@ -36,7 +36,7 @@ def test_all_names_exist_and_import_toolkit_is_light() -> None:
     done = start([sys.executable, "-c", code])
     assert (done.code, done.err) == (0, "")
     assert all(callable(getattr(toolkit, name)) for name in dir(toolkit))
-    with pytest.raises(AttributeError, match="has no attribute 'evaluat'"):
+    with pytest.raises(AttributeError, match="evaluat"):
         _ = toolkit.evaluat
 
 

@@ -192,13 +192,12 @@ def _create(mixed_precision: str | None, device: str, uses_deepspeed: bool) -> A
     import torch
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
-    from toolkit.launch.accelerator import CPUAccelerator
-
     on_cpu = device == "cpu" and not uses_deepspeed
     handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
-    kind = CPUAccelerator if on_cpu else Accelerator
     try:
-        accelerator = kind(mixed_precision=mixed_precision, cpu=on_cpu, kwargs_handlers=handlers)
+        accelerator = Accelerator(
+            mixed_precision=mixed_precision, cpu=on_cpu, kwargs_handlers=handlers
+        )
     except ValueError as error:  # accelerate's, of its settings
         file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
         where = file if uses_deepspeed else f"--mixed_precision {mixed_precision}"
