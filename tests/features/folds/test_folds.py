@@ -138,6 +138,8 @@ def test_the_page_and_its_corrections(tmp_path: Path, capsys: pytest.CaptureFixt
     refusal(apply, "out.csv", "two.csv", says=["id 7", "other data"])
     corrections.write_text(json.dumps(error | {"cells": {"lable": "A"}}))
     refusal(apply, "rows.jsonl", "two.csv", says=["id 7", "other data"])
+    corrections.write_text('{"id": 7}')
+    refusal(apply, "rows.jsonl", "two.csv", says=["line 1", "id, data and cells"])
     corrections.write_text(f"{json.dumps(error)}\n{json.dumps(error)}")
     refusal(apply, "rows.jsonl", "two.csv", says=["id 7", "two corrections"])
     assert not (tmp_path / "two.csv").exists()

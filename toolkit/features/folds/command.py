@@ -38,6 +38,8 @@ def run(options: argparse.Namespace, words: list[str]) -> None:
     if not settings.get("train_file"):
         remedy = "write a data set of the hub to a file (`to_parquet` of `datasets`)"
         raise UserError(f"toolkit folds needs --train_file FILE: {remedy}")
+    if settings.get("test_file"):
+        raise UserError("toolkit folds evaluates the rows of each fold: leave out --test_file")
     table = read_file(settings["train_file"], reading_settings(options))
     _refuse_trained_models(settings, table)
     labels = require_columns(table, settings.get("label_column"), "label_column", USUAL)

@@ -40,7 +40,12 @@ def read_corrections(path: Path, table: Table) -> Corrections:
     `data`, and the new `cells`. Raises UserError for corrections of other rows, and for two of one
     row."""
     corrections: dict[int, dict[str, Any] | None] = {}
-    for line in parse_json(path):
+    for number, line in enumerate(parse_json(path), 1):
+        if not isinstance(line, dict) or not line.keys() >= {"id", "data", "cells"}:
+            remedy = "save the file again from the page of `toolkit folds`"
+            raise UserError(
+                f"{path}, line {number}: no correction with id, data and cells: {remedy}"
+            )
         row, cells = line["id"], line["cells"]
         is_known = row < len(table) and set(cells or ()) <= set(table.rows.column_names)
         if line["data"] != table.digest or not is_known:

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from toolkit.errors import UserError
 from toolkit.features.verify.feature import CONFIGS
 from toolkit.features.verify.numbers import (
     EVALUATION,
@@ -144,6 +145,9 @@ class Verification:
         for name, value in vars(launch).items():
             if value:
                 self.launch += [f"--{name}", value]
+        if options.max_steps < 2:
+            why = "a run that is stopped in the middle and resumed has at least 2"
+            raise UserError(f"--max_steps {options.max_steps}: {why}")
         self.options = options
         self.configs = options.config_file or CONFIGS
         for name in self.configs:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from toolkit.errors import first_line
 from toolkit.models.bigbird.gathered import gathered
 from toolkit.models.bigbird.plan import Pattern, counts, may_repeat
-from toolkit.utils.log import logger
+from toolkit.utils.log import log_on_rank_0
 
 _MAX_SAMPLES = 4
 _MAX_SHAPES = 60
@@ -185,8 +184,10 @@ def _run(inputs: list[Tensor], score: Callable[..., Any] | None, mask: BlockMask
     if not _compiles.get(shape, True):
         return None
     kernel = _compiled() if shape in _compiles else _compile
-    if not _compiles and os.environ.get("RANK", "0") == "0":  # it may run without Accelerate
-        logger.info("BigBird: a kernel is compiled for each new shape of batches, seconds for each")
+    if not _compiles:
+        log_on_rank_0(
+            "BigBird: a kernel is compiled for each new shape of batches, seconds for each"
+        )
     try:
         context = kernel(*inputs, score, mask)
     except (exc.FailOnRecompileLimitHit, exc.TorchDynamoException) as error:
