@@ -40,7 +40,9 @@ def predict(model: str | Path, texts: Any, **sizes: Any) -> list[dict[str, Any]]
     return list(saved.answers.answers(outputs))
 
 
-def evaluate(model: str | Path, texts: Any, truth: Sequence[Any], **sizes: Any) -> dict[str, Any]:
+def evaluate(
+    model: str | Path, texts: Any, truth: Sequence[Any], **sizes: Any
+) -> dict[str, Any]:
     """The metrics of eval.jsonl, without the loss, of a saved model on texts and their labels:
     class names, lists of them (multi-label), numbers, or titles. Otherwise as `predict`. Raises
     UserError, too, if the numbers of texts and labels differ, or are 0."""
@@ -83,17 +85,25 @@ def _columns(texts: Any) -> tuple[list[str], ...]:
     hint = "pass a list of str, a list of (str, str) pairs, or a column of a data frame"
     is_sequence = hasattr(texts, "__len__") and hasattr(texts, "__getitem__")
     # the items of a dict or a DataFrame are its columns' names
-    if not is_sequence or isinstance(texts, str | bytes | Mapping) or getattr(texts, "ndim", 1) > 1:
+    if (
+        not is_sequence
+        or isinstance(texts, str | bytes | Mapping)
+        or getattr(texts, "ndim", 1) > 1
+    ):
         raise UserError(f"the texts are of type {type(texts).__name__}: {hint}")
     rows = [tuple(item) if isinstance(item, tuple | list) else (item,) for item in texts]
     width = len(rows[0]) if rows else 1
     for number, row in enumerate(rows, 1):
         is_text = all(isinstance(text, str) for text in row)
         if not is_text or len(row) != width or width > 2:
-            raise UserError(f"texts, row {number}: {repr(row)[:60]} is unlike the others: {hint}")
+            raise UserError(
+                f"texts, row {number}: {repr(row)[:60]} is unlike the others: {hint}"
+            )
         if re.search("[\ud800-\udfff]", "".join(row)):
             remedy = "decode the bytes as what they are, utf-8 or gb18030"
-            raise UserError(f"texts, row {number}: {repr(row[0])[:60]} is no Unicode: {remedy}")
+            raise UserError(
+                f"texts, row {number}: {repr(row[0])[:60]} is no Unicode: {remedy}"
+            )
     return tuple([str(row[place]) for row in rows] for place in range(width))
 
 
@@ -102,7 +112,9 @@ def convert(checkpoint: str | Path, out: str | Path, **options: Any) -> list[str
     lines it prints."""
     from toolkit.conversion import convert as conversion
 
-    return conversion.convert(Path(checkpoint), Path(out), conversion.ConvertSettings(**options))
+    return conversion.convert(
+        Path(checkpoint), Path(out), conversion.ConvertSettings(**options)
+    )
 
 
 def wait_for_all() -> None:

@@ -27,7 +27,9 @@ def build_parser(table: dict[str, Command] | None = None) -> Parser:
     """The parser of `toolkit` and of each command that adds arguments."""
     description = "Fine-tune encoders: data, prediction, checkpoints, reports."
     parser = Parser(prog="toolkit", description=description, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"finetune-toolkit {__version__}")
+    parser.add_argument(
+        "--version", action="version", version=f"finetune-toolkit {__version__}"
+    )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in (table or commands()).values():
         subparser = subparsers.add_parser(

@@ -49,7 +49,9 @@ class Faults(list[str]):
         if len(self) == 1:
             raise UserError(self[0])
         if self:
-            listed = "".join(f"\n  {number}. {fault}" for number, fault in enumerate(self, 1))
+            listed = "".join(
+                f"\n  {number}. {fault}" for number, fault in enumerate(self, 1)
+            )
             raise UserError(f"{len(self)} faults:{listed}")
 
 

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import transformers
-from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub import (
+    constants,
+    get_hf_file_metadata,
+    hf_hub_url,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoConfig, AutoTokenizer
 from transformers.integrations import deepspeed as transformers_deepspeed
@@ -34,7 +39,9 @@ def load_config(settings: PretrainedSettings) -> Any:
     """Raises UserError for a config that cannot be read."""
     with explain_load_errors(str(settings.model_name_or_path)) as path:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    if "/" in str(config._attn_implementation):  # code on the hub: only the user may choose it
+    if "/" in str(
+        config._attn_implementation
+    ):  # code on the hub: only the user may choose it
         config._attn_implementation = None
     return config
 
@@ -117,7 +124,9 @@ def quiet_transformers() -> Iterator[None]:
 def whole_weights() -> Iterator[None]:
     """Disables ZeRO-3's sharding while a model is loaded: a head initialised shard by shard would
     depend on the number of processes."""
-    reference = require(transformers_deepspeed, "_hf_deepspeed_config_weak_ref", "transformers")
+    reference = require(
+        transformers_deepspeed, "_hf_deepspeed_config_weak_ref", "transformers"
+    )
     transformers_deepspeed.unset_hf_deepspeed_config()
     try:
         yield

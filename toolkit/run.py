@@ -179,7 +179,9 @@ class Run:
         per_device = training.per_device_eval_batch_size or 2 * training.micro_batch_size
         sizes = BatchSizes(per_device, training.max_tokens_per_batch)
         answers = ClassAnswers(self.data.labels) if self.data.facts.get("labels") else None
-        return Outputs(self.accelerator, split, self.tokenizer, sizes, answers, self._is_trial)
+        return Outputs(
+            self.accelerator, split, self.tokenizer, sizes, answers, self._is_trial
+        )
 
     def say(self, line: str) -> None:
         """Prints a line, on one process."""
@@ -197,7 +199,9 @@ class Run:
         for step in self._steps:
             if self.best.patience_exhausted:
                 metric, count = self.best.metric, self.best.patience_counter
-                self.say(f"{metric} has not improved in {count} evaluations: stopping early")
+                self.say(
+                    f"{metric} has not improved in {count} evaluations: stopping early"
+                )
                 return
             self._step = step
             yield step
@@ -219,9 +223,16 @@ class Run:
         self.files.truncate_to_checkpoint(own.state if own else None)
         write_config(self, resumed)
         start_trackers(
-            self.accelerator, training, path, self.recipe, self.facts["settings"], steps.done
+            self.accelerator,
+            training,
+            path,
+            self.recipe,
+            self.facts["settings"],
+            steps.done,
         )
-        self._log = RunLog(self.accelerator, self.files, self.schedule.total_steps, steps.done)
+        self._log = RunLog(
+            self.accelerator, self.files, self.schedule.total_steps, steps.done
+        )
         self._log_start(model, resumed)
         if resumed and resumed.state["evaluation_left"]:
             self._evaluate(evaluate, steps.done)
@@ -294,9 +305,13 @@ class Run:
         name = signal.Signals(number).name
         command = command_to_continue(self)
         where = f"checkpoint in {self.folder.path / 'checkpoints' / 'last'}"
-        line = f"stopped by {name} after step {done} of {self.schedule.total_steps}, {where}"
+        line = (
+            f"stopped by {name} after step {done} of {self.schedule.total_steps}, {where}"
+        )
         # shown with --log_level warning, too
-        launch.log_on_main(self.accelerator, f"{line}; to continue: {command}", logging.WARNING)
+        launch.log_on_main(
+            self.accelerator, f"{line}; to continue: {command}", logging.WARNING
+        )
         self.files.mark_stopped(signal=name, step=done, command=command)
         if self.accelerator.is_main_process:
             write_pages(self.folder.path, self.best.step)
@@ -343,7 +358,9 @@ class Run:
         split = self.data.test or self.data.validation
         length = section_in(self.settings, LongTextSettings).compare_max_length
         if length:
-            short = truncate_split(split, self.tokenizer, length, f"{split.name}_first_{length}")
+            short = truncate_split(
+                split, self.tokenizer, length, f"{split.name}_first_{length}"
+            )
             truncated = self._answered(evaluate(short))
             self.files.append_evaluation(truncated, self.best.step, max_length=length)
             self.say(f"the saved model reading the first {length} tokens only: {truncated}")
@@ -368,7 +385,9 @@ class Run:
 
 def _task_of(settings: Any) -> str:
     """cls, bigbird, title, ...: whose class these settings have, or one derived from it."""
-    for name, settings_class in reversed(tasks().items()):  # those that derive from others last
+    for name, settings_class in reversed(
+        tasks().items()
+    ):  # those that derive from others last
         if isinstance(settings, settings_class):
             return name
     return type(settings).__name__.lower()

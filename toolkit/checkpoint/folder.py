@@ -87,7 +87,9 @@ def read_state(folder: Path) -> dict[str, Any]:
     state = read_table(path)
     digest = state.pop("digest", None)
     if state.get("format") != FORMAT or digest != _digest(state):
-        raise UserError(f"{path} is damaged, or of another version: take another checkpoint")
+        raise UserError(
+            f"{path} is damaged, or of another version: take another checkpoint"
+        )
     return state
 
 
@@ -108,12 +110,16 @@ def newest_first(checkpoints: Path) -> list[Path]:
     """The checkpoints in the order of their time, not of their step: a run that resumed an older
     one continues from what it saved after that. Those whose state.json is damaged come first."""
     folders = [path for path in checkpoints.glob("step-*") if step_number(path) is not None]
-    return sorted(folders, key=lambda folder: (_saved_at(folder), folder.name), reverse=True)
+    return sorted(
+        folders, key=lambda folder: (_saved_at(folder), folder.name), reverse=True
+    )
 
 
 def readable(checkpoints: Path) -> list[Path]:
     """Those whose state.json can be read, the newest first."""
-    return [folder for folder in newest_first(checkpoints) if _saved_at(folder) < float("inf")]
+    return [
+        folder for folder in newest_first(checkpoints) if _saved_at(folder) < float("inf")
+    ]
 
 
 def _saved_at(folder: Path) -> float:
@@ -213,7 +219,9 @@ class TensorFile:
         return self._file.get_tensor(name)
 
 
-def _check_model(folder: Path, live: LiveState, state: Mapping[str, Any], weights: Shapes) -> None:
+def _check_model(
+    folder: Path, live: LiveState, state: Mapping[str, Any], weights: Shapes
+) -> None:
     expected, faults = live.weight_shapes(), Faults()
     missing = [name for name in expected if name not in {*weights, *state["excluded"]}]
     if missing:
@@ -224,7 +232,9 @@ def _check_model(folder: Path, live: LiveState, state: Mapping[str, Any], weight
     for name in expected.keys() & weights.keys():
         saved, shape = weights[name][1], expected[name][1]
         if saved != shape:
-            faults.add(f"{folder}: {name} has shape {list(saved)}, and {list(shape)} in the model")
+            faults.add(
+                f"{folder}: {name} has shape {list(saved)}, and {list(shape)} in the model"
+            )
     faults.raise_if_any()
 
 

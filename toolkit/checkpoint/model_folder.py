@@ -106,7 +106,9 @@ def _write_model(
     once = {name: tensor for name, tensor in state.items() if name not in tied}
     _write_tensors(once, folder / _MODEL_FILE, dtype)
     if hasattr(plain, "save") and not hasattr(plain, "save_pretrained"):
-        plain.save(folder, {name: cast(name, tensor, dtype) for name, tensor in state.items()})
+        plain.save(
+            folder, {name: cast(name, tensor, dtype) for name, tensor in state.items()}
+        )
 
 
 def _write_adapter(
@@ -123,7 +125,9 @@ def _write_adapter(
     write_adapter_config(module, folder)
 
 
-def _write_tensors(state: Mapping[str, torch.Tensor], path: Path, dtype: torch.dtype) -> None:
+def _write_tensors(
+    state: Mapping[str, torch.Tensor], path: Path, dtype: torch.dtype
+) -> None:
     shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
     write_in_dtype(path, shapes, dtype, lambda name: [state[name]])
 
@@ -212,7 +216,9 @@ def merge_lora(
         layer = name.removesuffix(f"{_BASE}weight")
         if layer + _LORA_A in state:
             live: Any = model.get_submodule(layer)
-            delta = live.scaling["default"] * (state[layer + _LORA_B] @ state[layer + _LORA_A])
+            delta = live.scaling["default"] * (
+                state[layer + _LORA_B] @ state[layer + _LORA_A]
+            )
             tensor = tensor + (delta.T if live.fan_in_fan_out else delta)  # (out, in)
         merged[name.removeprefix(_PREFIX).replace(_BASE, ".").replace(_HEAD, ".")] = tensor
     return merged
@@ -245,7 +251,9 @@ def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path)
     if missing:
         remedy = "remove it, and the run saves its best model again"
         raise UserError(f"{path} lacks {listing(missing, 3)}: {remedy}")
-    shapes = {name: shape for name, shape in live.weight_shapes().items() if name in saved_names}
+    shapes = {
+        name: shape for name, shape in live.weight_shapes().items() if name in saved_names
+    }
 
     def read(name: str) -> torch.Tensor:
         return file.read(saved_names[name]).to(shapes[name][0])

@@ -30,7 +30,11 @@ def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
 
 def floating_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Persistent ones that are not integers: running means, but not counts."""
-    return ((name, each) for name, each in persistent_buffers(module) if each.is_floating_point())
+    return (
+        (name, each)
+        for name, each in persistent_buffers(module)
+        if each.is_floating_point()
+    )
 
 
 def tied_names(module: torch.nn.Module) -> dict[str, str]:
@@ -61,7 +65,9 @@ def local_shard(parameter: Any) -> tuple[int, torch.Tensor]:
     start = 0
     if isinstance(parameter, DTensor):
         mesh, placements = parameter.device_mesh, parameter.placements
-        _, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+        _, offsets = compute_local_shape_and_global_offset(
+            parameter.shape, mesh, placements
+        )
         start = offsets[0] * math.prod(parameter.shape[1:])
     return start, local(parameter).view(-1)
 

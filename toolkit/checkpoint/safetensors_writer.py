@@ -76,7 +76,9 @@ def write_in_dtype(
     in_file = {}
     for name, (own, shape) in shapes.items():
         in_file[name] = (dtype if own.is_floating_point else own, shape)
-    tensors = ([cast(name, piece, dtype) for piece in read(name)] for name in file_order(in_file))
+    tensors = (
+        [cast(name, piece, dtype) for piece in read(name)] for name in file_order(in_file)
+    )
     write_safetensors(path, in_file, tensors)
 
 
@@ -90,7 +92,9 @@ def _contents(
         dtype, shape = shapes[name]
         is_whole = sum(piece.numel() for piece in pieces) == math.prod(shape)
         if not is_whole or any(piece.dtype != dtype for piece in pieces):
-            raise ValueError(f"expected {name} in {dtype} of shape {list(shape)}, got {pieces}")
+            raise ValueError(
+                f"expected {name} in {dtype} of shape {list(shape)}, got {pieces}"
+            )
         for piece in pieces:
             yield tensor_bytes(piece)
 
@@ -123,7 +127,9 @@ def _header(names: list[str], shapes: Shapes) -> bytes:
     for name in names:
         dtype, shape = shapes[name]
         if dtype not in DTYPE_NAMES:
-            raise UserError(f"{name} has the dtype {dtype}, which safetensors files cannot hold")
+            raise UserError(
+                f"{name} has the dtype {dtype}, which safetensors files cannot hold"
+            )
         start = end
         end += math.prod(shape) * dtype.itemsize
         offsets = [start, end]

@@ -63,12 +63,16 @@ class LiveState:
     sharded = False
     """Whether ranks have different elements."""
 
-    def __init__(self, module: torch.nn.Module, optimizer: Any, device: torch.device) -> None:
+    def __init__(
+        self, module: torch.nn.Module, optimizer: Any, device: torch.device
+    ) -> None:
         """`optimizer`: under ZeRO the torch optimizer inside DeepSpeed's. `device`: where whole
         tensors are gathered, one at a time."""
         self.module, self.optimizer, self.device = module, optimizer, device
         self.buffers = dict(persistent_buffers(module))
-        self._full_shapes = {name: full_shape(each) for name, each in module.named_parameters()}
+        self._full_shapes = {
+            name: full_shape(each) for name, each in module.named_parameters()
+        }
         self.rank, self.world = 0, 1
         if torch.distributed.is_initialized():
             self.rank = torch.distributed.get_rank()
@@ -128,7 +132,10 @@ class LiveState:
     def weight_shapes(self) -> Shapes:
         """What a checkpoint holds of parameters and buffers; the same on all ranks."""
         tensors = itertools.chain(self.module.named_parameters(), self.buffers.items())
-        return {name: (_file_dtype(tensor.dtype), full_shape(tensor)) for name, tensor in tensors}
+        return {
+            name: (_file_dtype(tensor.dtype), full_shape(tensor))
+            for name, tensor in tensors
+        }
 
     def optimizer_shapes(self) -> Shapes:
         """What a checkpoint holds of the optimizer's state; the same on all ranks. Raises UserError
@@ -155,7 +162,10 @@ class LiveState:
                     continue
                 if not isinstance(value, bool | int | float | str | list | tuple | None):
                     raise self._unsavable(key, value, "in a group")
-                if key not in self.optimizer.defaults or value != self.optimizer.defaults[key]:
+                if (
+                    key not in self.optimizer.defaults
+                    or value != self.optimizer.defaults[key]
+                ):
                     changed[key] = value
             groups.append(changed)
         return groups
@@ -173,7 +183,9 @@ class LiveState:
         what = f"{self.algorithm} has {key} ({type(value).__name__}) {where}"
         return UserError(f"{what}, which cannot be saved: choose another optimizer, or ddp")
 
-    def gather(self, shapes: Shapes, fragments: Iterable[Fragment]) -> Iterator[torch.Tensor]:
+    def gather(
+        self, shapes: Shapes, fragments: Iterable[Fragment]
+    ) -> Iterator[torch.Tensor]:
         """Yields the tensors of a file in its order, one at a time: whole on rank 0, undefined on
         the others. Collective: every rank must exhaust it."""
         fragments = list(fragments)
@@ -181,7 +193,9 @@ class LiveState:
         owners = self._owners(fragments)
         for name in file_order(shapes):
             dtype, shape = shapes[name]
-            whole = torch.empty(shape if self.rank == 0 else (0,), dtype=dtype, device=self.device)
+            whole = torch.empty(
+                shape if self.rank == 0 else (0,), dtype=dtype, device=self.device
+            )
             for start, (rank, count) in owners.get(name, {}).items():
                 if self.rank == 0:
                     part = whole.view(-1).narrow(0, start, count)
@@ -193,7 +207,9 @@ class LiveState:
                     torch.distributed.send(_bytes(by_name[name].to(self.device, dtype)), 0)
             yield whole
 
-    def _owners(self, fragments: Iterable[Fragment]) -> dict[str, dict[int, tuple[int, int]]]:
+    def _owners(
+        self, fragments: Iterable[Fragment]
+    ) -> dict[str, dict[int, tuple[int, int]]]:
         """Name -> first element of a fragment -> (rank, number of elements). Of ranks that have the
         same elements it is the first. Collective."""
         own = [(each.name, each.start, each.values.numel()) for each in fragments]
@@ -262,7 +278,9 @@ class LiveState:
             dtype = master.dtype
         return torch.zeros_like(master.data, dtype=dtype)
 
-    def _number(self, key: str, value: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    def _number(
+        self, key: str, value: Any, dtype: torch.dtype, device: torch.device
+    ) -> Any:
         """The number as the optimizer stores it: torch's in a float32 tensor, others in Python."""
         optimizer = type(self.optimizer)
         if key == "step" and optimizer.__name__ in _DEEPSPEED_ADAM:

@@ -82,7 +82,10 @@ class FlatState(ZeroState):
             return None  # DeepSpeed leaves it out of its groups
         number, offset = self._offsets[id(parameter)]
         master = self.masters[number]
-        begin = torch.distributed.get_rank(self.zero.real_dp_process_group[number]) * master.numel()
+        begin = (
+            torch.distributed.get_rank(self.zero.real_dp_process_group[number])
+            * master.numel()
+        )
         first = max(offset, begin)
         end = min(offset + parameter.numel(), begin + master.numel())
         if first >= end:

@@ -20,12 +20,20 @@ _EPILOG = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    folder = functools.partial(add, metavar="FOLDER", type=lambda name: Path(model_path(name)))
+    folder = functools.partial(
+        add, metavar="FOLDER", type=lambda name: Path(model_path(name))
+    )
     add("checkpoint", type=Path, help="see below")
     add("out", type=Path, help="the folder to create")
-    add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights [fp32]")
+    add(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        default="fp32",
+        help="of the weights [fp32]",
+    )
     folder(
-        "--config_from", help="source of config.json and the tokenizer, or of the adapter's config"
+        "--config_from",
+        help="source of config.json and the tokenizer, or of the adapter's config",
     )
     folder("--base_model", help="source of the frozen parameters that CHECKPOINT lacks")
     add(
@@ -40,7 +48,9 @@ def run(arguments: argparse.Namespace) -> None:
     """Raises UserError."""
     from toolkit.conversion.convert import ConvertSettings, convert  # imports torch
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: removes the draft
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # like Ctrl-C: removes the draft
     settings = ConvertSettings(
         arguments.dtype, arguments.config_from, arguments.base_model, arguments.prefix
     )

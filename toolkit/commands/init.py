@@ -12,7 +12,12 @@ from toolkit.utils.features import Command
 from toolkit.utils.files import templates
 
 # the files to copy
-_PATTERNS = ("recipes/*.py", "recipes/*.yaml", "accelerate_configs/*.yaml", "ds_configs/*.json")
+_PATTERNS = (
+    "recipes/*.py",
+    "recipes/*.yaml",
+    "accelerate_configs/*.yaml",
+    "ds_configs/*.json",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +31,9 @@ def run(options: argparse.Namespace) -> None:
     print(f"{len(new)} files copied to {folder.resolve()}")
     if different:
         names = ", ".join(different)
-        print(f"not overwritten, as you changed them: {names} (move a file away to get ours)")
+        print(
+            f"not overwritten, as you changed them: {names} (move a file away to get ours)"
+        )
     print(
         f"next: cd {shlex.quote(str(folder.resolve()))}\n"
         "  accelerate launch recipes/cls.py --config_file accelerate_configs/ddp.yaml\n"

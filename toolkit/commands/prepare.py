@@ -32,7 +32,9 @@ def run(arguments: list[str]) -> None:
     data = prepare_data(settings, load_tokenizer(pretrained), load_config(pretrained))
     for name, split in data.splits.items():
         lengths = split.lengths
-        print(f"{name}: {len(split)} samples, {lengths.sum()} tokens, longest {lengths.max()}")
+        print(
+            f"{name}: {len(split)} samples, {lengths.sum()} tokens, longest {lengths.max()}"
+        )
     for note in data.notes:
         print(note)
     print(data.targets.describe())

@@ -12,7 +12,11 @@ from toolkit.utils.features import Command
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("bert", metavar="BERT", help="a folder, a hub name (bert-base-chinese) or demo:minilm")
+    add(
+        "bert",
+        metavar="BERT",
+        help="a folder, a hub name (bert-base-chinese) or demo:minilm",
+    )
     add("out", metavar="OUT", help="the folder to create")
     longest = "the longest text that OUT reads, in tokens [4096]"
     add("--max_length", type=int, metavar="N", default=4096, help=longest)
@@ -20,8 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Raises UserError."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: removes the draft
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns of a missing accelerator
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # like Ctrl-C: removes the draft
+    os.environ.setdefault(
+        "DS_ACCELERATOR", "cpu"
+    )  # or DeepSpeed warns of a missing accelerator
     from toolkit.models.to_bigbird import SparseSizes, to_bigbird
 
     sizes = SparseSizes(arguments.max_length)

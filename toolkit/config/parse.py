@@ -29,7 +29,9 @@ Fields = Mapping[str, Any]
 """Setting -> pydantic's field."""
 
 _SWITCHES = (bool, bool | None)
-_LAUNCH = "To choose how it runs: --config_file accelerate_configs/NAME.yaml (docs/launching.md)."
+_LAUNCH = (
+    "To choose how it runs: --config_file accelerate_configs/NAME.yaml (docs/launching.md)."
+)
 # other trainers' name of a setting -> ours; those without a twin are in docs/migrating.md
 _OTHER_NAMES = {
     "per_device_train_batch_size": "per_device_batch_size",
@@ -65,14 +67,18 @@ def sections_of(settings_class: type) -> dict[str, type]:
     sections = _declared_sections(settings_class) | _feature_sections(settings_class)
     for part in sections.values():
         if not hasattr(part, "__pydantic_fields__"):
-            raise UserError(f"{part.__name__}: write @section (toolkit.config) above its class")
+            raise UserError(
+                f"{part.__name__}: write @section (toolkit.config) above its class"
+            )
     return sections
 
 
 def fields_of(section: type) -> dict[str, Any]:
     """Name -> pydantic's field, whose description is the docstring below it."""
     fields: dict[str, Any] = {}
-    for part in reversed(section.__mro__):  # only the declaring class has a field's docstring
+    for part in reversed(
+        section.__mro__
+    ):  # only the declaring class has a field's docstring
         for name, field in getattr(part, "__pydantic_fields__", {}).items():
             if field.description or name not in fields:
                 fields[name] = field
@@ -173,7 +179,9 @@ def parse(
     return settings
 
 
-def build(settings_class: type[Settings], values: Values, faults: Faults | None = None) -> Settings:
+def build(
+    settings_class: type[Settings], values: Values, faults: Faults | None = None
+) -> Settings:
     """{setting: value} -> the validated dataclass. Raises UserError with all faults."""
     faults = Faults() if faults is None else faults
     fields = _all_fields(settings_class)
@@ -288,7 +296,9 @@ def _from_yaml(path: Path, fields: Fields, faults: Faults) -> dict[str, Any]:
     return values
 
 
-def _from_command_line(words: Sequence[str], fields: Fields, faults: Faults) -> dict[str, Any]:
+def _from_command_line(
+    words: Sequence[str], fields: Fields, faults: Faults
+) -> dict[str, Any]:
     values: dict[str, Any] = {}
     strays = []
     rest = list(words)
@@ -308,7 +318,9 @@ def _from_command_line(words: Sequence[str], fields: Fields, faults: Faults) -> 
         if name in fields:
             values[name] = value
         else:
-            faults.add(f"unknown setting --{name}{_hint(name, fields)}; --help lists them all")
+            faults.add(
+                f"unknown setting --{name}{_hint(name, fields)}; --help lists them all"
+            )
     if strays:
         faults.add(
             f"{listing(strays, 3)} is not a setting: settings are given as --name value, a pattern "

@@ -13,7 +13,9 @@ from pydantic.dataclasses import dataclass
 
 from toolkit.errors import UserError
 
-ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
+ProblemType = Literal[
+    "single_label_classification", "multi_label_classification", "regression"
+]
 SchedulerName = Literal[
     "linear",
     "cosine",
@@ -138,7 +140,10 @@ class ObjectiveSettings:
         if values.get("focal_gamma") is not None and values.get("loss") != "focal":
             yield "--focal_gamma has no effect without --loss focal"
         for name in ("r_drop_alpha", "fgm_epsilon"):
-            if values.get(name) is not None and values.get("per_device_batch_size") == "auto":
+            if (
+                values.get(name) is not None
+                and values.get("per_device_batch_size") == "auto"
+            ):
                 yield f"--per_device_batch_size auto measures one pass, and --{name} takes two"
 
 
@@ -150,7 +155,11 @@ class TextSettings:
         ("train_file", "dataset_name", "name the files or the data set"),
         ("validation_file", "dataset_name", "a data set has its own splits"),
         ("test_file", "dataset_name", "a data set has its own splits"),
-        ("validation_file", "validation_split", "rows are held out only without such a file"),
+        (
+            "validation_file",
+            "validation_split",
+            "rows are held out only without such a file",
+        ),
     )
 
     train_file: str | None = None
@@ -195,7 +204,9 @@ class TextSettings:
     @property
     def header(self) -> list[str]:
         """The names in `column_names`."""
-        return [name.strip() for name in (self.column_names or "").split(",") if name.strip()]
+        return [
+            name.strip() for name in (self.column_names or "").split(",") if name.strip()
+        ]
 
     @staticmethod
     def contradictions(values: Values) -> Iterator[str]:
@@ -233,7 +244,9 @@ class TrainingSettings:
 
     tokens_on_gpu: ClassVar[int | None] = None
     """The default of `max_tokens_per_batch` there."""
-    alternatives: ClassVar[Pairs] = (("warmup_ratio", "warmup_steps", "they set the same thing"),)
+    alternatives: ClassVar[Pairs] = (
+        ("warmup_ratio", "warmup_steps", "they set the same thing"),
+    )
 
     output_dir: str | None = None
     """The run's folder; default: a new one under runs/."""
@@ -340,7 +353,9 @@ class TrainingSettings:
         """`per_device_batch_size` as a number. Raises UserError for `auto` in a recipe that does
         not resolve it."""
         if self.per_device_batch_size == "auto":
-            raise UserError("--per_device_batch_size auto needs `run.prepare`: pass a number")
+            raise UserError(
+                "--per_device_batch_size auto needs `run.prepare`: pass a number"
+            )
         return self.per_device_batch_size
 
     @staticmethod

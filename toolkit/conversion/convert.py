@@ -66,7 +66,9 @@ def convert(checkpoint: Path, out: Path, settings: ConvertSettings) -> list[str]
         if folder is not None:
             source = folder
             if adapter is not None:  # new tokens
-                source = _find_folder("tokenizer_config.json", opened.path, folder) or folder
+                source = (
+                    _find_folder("tokenizer_config.json", opened.path, folder) or folder
+                )
             write.copy_files(source, draft, is_own=folder == opened.path)
             write.write_config(folder / CONFIG, draft / CONFIG, dtype, model)
     lines = [line]

@@ -50,7 +50,9 @@ def find_tag_folder(path: Path) -> Path | None:
         return None
     folder = path / latest.read_text(errors="replace").strip()
     if not is_tag_folder(folder):
-        raise UserError(f"{latest} does not name a checkpoint in {path}: name its folder yourself")
+        raise UserError(
+            f"{latest} does not name a checkpoint in {path}: name its folder yourself"
+        )
     return folder
 
 
@@ -77,7 +79,9 @@ def open_deepspeed(path: Path, folder: Path) -> Checkpoint:
     return Checkpoint(path, named, step=first["global_steps"], checks=tuple(checks))
 
 
-def _named_tensors(models: Sequence[Any], trained: Mapping[str, Stored]) -> dict[str, Stored]:
+def _named_tensors(
+    models: Sequence[Any], trained: Mapping[str, Stored]
+) -> dict[str, Stored]:
     """Parameters and buffers; tied ones are one object."""
     first = models[0]
     tensors = {**trained, **_frozen(models)}
@@ -119,7 +123,9 @@ def _check_copies(
         if copy is None or not 0 < copy.numel() <= _SMALL:
             continue
         if not torch.equal(master.read().to(copy.dtype), copy):
-            raise UserError(f"{folder} has files of several saves: {name} differs; copy again")
+            raise UserError(
+                f"{folder} has files of several saves: {name} differs; copy again"
+            )
 
 
 class _Rank:

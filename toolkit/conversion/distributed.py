@@ -61,14 +61,18 @@ def open_distributed(path: Path, folder: Path) -> Checkpoint:
     return Checkpoint(path, tensors)
 
 
-def _stored_tensors(folder: Path, listed: metadata.Metadata) -> dict[tuple[Any, ...], Stored]:
+def _stored_tensors(
+    folder: Path, listed: metadata.Metadata
+) -> dict[tuple[Any, ...], Stored]:
     """By their keys in nested dicts. Raises an error if the list is damaged."""
     places = {}
     for name, entry in listed.state_dict_metadata.items():
         if not isinstance(entry, metadata.TensorStorageMetadata):
             continue
         if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
-            raise ValueError(f"the chunks of {name} do not fill its shape {list(entry.size)}")
+            raise ValueError(
+                f"the chunks of {name} do not fill its shape {list(entry.size)}"
+            )
         chunks = []
         for chunk in entry.chunks:
             info = listed.storage_data[metadata.MetadataIndex(name, chunk.offsets)]

@@ -47,7 +47,9 @@ def without_lora(checkpoint: Checkpoint) -> Checkpoint:
     """What the merged model has of a live model or an adapter's file, by the base model's names."""
     names = {}
     for name in checkpoint.tensors:
-        is_other_head = re.search(r"\.original_module\.|\.modules_to_save\.(?!default\.)", name)
+        is_other_head = re.search(
+            r"\.original_module\.|\.modules_to_save\.(?!default\.)", name
+        )
         if ".lora_" not in name and not is_other_head:
             plain = name.removeprefix(PREFIX).replace(".base_layer.", ".")
             names[name] = plain.replace(_TRAINED_HEAD, ".")
@@ -65,7 +67,9 @@ def read_config(checkpoint: Checkpoint, folder: Path | None) -> Any:
     config: Any = peft.PeftConfig.from_pretrained(str(folder))
     start = str(getattr(config, "init_lora_weights", "")).lower()
     if start.startswith(_CHANGES_BASE):
-        raise UserError(f"{folder}: {start} changes the base model's weights: merge it with peft")
+        raise UserError(
+            f"{folder}: {start} changes the base model's weights: merge it with peft"
+        )
     config.init_lora_weights = False  # nothing to compute on the meta device
     return config
 
@@ -78,7 +82,9 @@ def refuse_without_head(checkpoint: Checkpoint, config: Any, model: ModelClass) 
         is_promised = any(f".{module}." in f".{name}" for module in modules)
         if is_promised and name not in saved:
             promise = f"{ADAPTER_CONFIG} says that it was trained (modules_to_save)"
-            raise UserError(f"{checkpoint.path} lacks {name}, and its {promise}: copy it again")
+            raise UserError(
+                f"{checkpoint.path} lacks {name}, and its {promise}: copy it again"
+            )
 
 
 def merged_layers(

@@ -26,7 +26,9 @@ _TASKS = {
 _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
-def model_class(path: Path, checkpoint: Checkpoint, task: str | None = None) -> ModelClass | None:
+def model_class(
+    path: Path, checkpoint: Checkpoint, task: str | None = None
+) -> ModelClass | None:
     """The class of a config; None if it is not of transformers.
 
     `task`: of an adapter's config, such as SEQ_CLS. The class is this task's then, with as many
@@ -122,7 +124,9 @@ class ModelClass:
 
     def lacks(self, tensors: Collection[str]) -> list[str]:
         """The tensors that are there under none of their names."""
-        return [names[0] for names in self.ties if not any(name in tensors for name in names)]
+        return [
+            names[0] for names in self.ties if not any(name in tensors for name in names)
+        ]
 
     def fit(self, checkpoint: Checkpoint) -> dict[str, Stored]:
         """A checkpoint's tensors by this class's names, as far as it has them, tied ones once.
@@ -141,7 +145,9 @@ class ModelClass:
         """A checkpoint's names, and this class's, as far as it has them."""
         names = {name: self._known_name(name) for name in checkpoint.tensors}
         if not self.shapes.keys() & names.values():
-            names = {name: self._known_name(name.partition(".")[2] or name) for name in names}
+            names = {
+                name: self._known_name(name.partition(".")[2] or name) for name in names
+            }
         return names
 
     def _known_name(self, name: str) -> str:
@@ -172,7 +178,9 @@ class ModelClass:
         unknown = [name for name in tensors if name not in self.shapes]
         if lacks:
             remedy = "if they were frozen, pass the base model as --base_model"
-            faults.add(f"{where} lacks {listing(lacks, 5)}, which {self.promise} has: {remedy}")
+            faults.add(
+                f"{where} lacks {listing(lacks, 5)}, which {self.promise} has: {remedy}"
+            )
         if unknown:
             remedy = "for a part: --prefix NAME"
             faults.add(f"{where} has {listing(unknown, 5)}, not {self.promise}; {remedy}")

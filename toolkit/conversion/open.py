@@ -64,7 +64,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if (path / "model/model.safetensors").is_file():
         raise UserError(f"{path} has no checkpoint: its model is {path / 'model'}")
     entries = listing(sorted(entry.name for entry in path.iterdir())) or "nothing"
-    raise UserError(f"{path} is not a checkpoint; expected {_EXPECTED}; it contains {entries}")
+    raise UserError(
+        f"{path} is not a checkpoint; expected {_EXPECTED}; it contains {entries}"
+    )
 
 
 # ---- a run's own
@@ -84,10 +86,14 @@ def _open_run(path: Path, folder: Path) -> Checkpoint:
 
     state = folders.read_state(folder)
     tensors = _safetensors(folder / folders.WEIGHTS_FILE)
-    tensors |= {other: tensors[name] for other, name in state["tied"].items() if name in tensors}
+    tensors |= {
+        other: tensors[name] for other, name in state["tied"].items() if name in tensors
+    }
     if state["settings"].get("ema_decay") is not None:  # as the run's model/ has them
         moments = _safetensors(folder / folders.OPTIMIZER_FILE)
-        tensors |= {name: moments[f"ema.{name}"] for name in tensors if f"ema.{name}" in moments}
+        tensors |= {
+            name: moments[f"ema.{name}"] for name in tensors if f"ema.{name}" in moments
+        }
 
     base_model = ""
     if state["excluded"]:
@@ -114,7 +120,9 @@ def _open_file(path: Path) -> Checkpoint:
     """A file that is a whole model's state."""
     is_shard = re.search(r"-of-\d{5}\.|\.distcp$", path.name)
     if is_shard or is_tag_folder(path.parent) or (path.parent / STATE).is_file():
-        raise UserError(f"{path} is not a complete checkpoint: name its folder, {path.parent}")
+        raise UserError(
+            f"{path} is not a complete checkpoint: name its folder, {path.parent}"
+        )
     return _open_state(path)
 
 
@@ -157,7 +165,9 @@ def _safetensors(path: Path) -> dict[str, Stored]:
         header = file.get_slice(name)
         kind = header.get_dtype()
         if kind not in DTYPES_BY_NAME:
-            raise UserError(f"{path}: {name} has the dtype {kind}, which cannot be converted")
+            raise UserError(
+                f"{path}: {name} has the dtype {kind}, which cannot be converted"
+            )
         read = functools.partial(_read, file, name)
         tensors[name] = Stored(tuple(header.get_shape()), DTYPES_BY_NAME[kind], read)
     return tensors

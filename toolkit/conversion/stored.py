@@ -70,7 +70,9 @@ class Checkpoint:
                 names[name] = _WRAPPERS.sub("", name.removeprefix(prefix))
         if not names:
             choices = listing(self.tensors, 3)
-            raise UserError(f"{self.path} has no tensors under --prefix {prefix}; it has {choices}")
+            raise UserError(
+                f"{self.path} has no tensors under --prefix {prefix}; it has {choices}"
+            )
         return self.renamed(names)
 
 
@@ -93,4 +95,8 @@ def model_states(values: Mapping[tuple[Any, ...], T]) -> dict[str, T]:
     while any(keys[: len(outer)] != outer for keys in weights):
         outer = outer[:-1]
     depth = len(outer)
-    return {".".join(keys[depth:]): each for keys, each in state.items() if keys[:depth] == outer}
+    return {
+        ".".join(keys[depth:]): each
+        for keys, each in state.items()
+        if keys[:depth] == outer
+    }

@@ -70,7 +70,9 @@ def load(path: Path) -> Any:
         is_zip = zipfile.is_zipfile(path)
         if is_zip:
             with zipfile.ZipFile(path) as file:
-                file.read(next(name for name in file.namelist() if name.endswith("/data.pkl")))
+                file.read(
+                    next(name for name in file.namelist() if name.endswith("/data.pkl"))
+                )
         return unpickle(path, mmap=is_zip)
     except UserError:
         raise

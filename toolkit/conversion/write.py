@@ -40,7 +40,9 @@ def copy_files(source: Path, folder: Path, is_own: bool) -> None:
         shutil.copyfile(path, folder / path.name)
 
 
-def write_config(source: Path, path: Path, dtype: torch.dtype, model: ModelClass | None) -> None:
+def write_config(
+    source: Path, path: Path, dtype: torch.dtype, model: ModelClass | None
+) -> None:
     """Writes a config with the class and the sizes of the model, and the dtype of its weights, in
     which `from_pretrained` loads them."""
     config = read_table(source)

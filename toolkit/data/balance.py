@@ -29,7 +29,9 @@ _UNSUPPORTED = {
         "class_weights": "use --pos_weight, the weight of positive labels",
         "sampling": "a row has several classes; use --pos_weight",
     },
-    REGRESSION: dict.fromkeys(("class_weights", "pos_weight", "sampling"), "it is for classes"),
+    REGRESSION: dict.fromkeys(
+        ("class_weights", "pos_weight", "sampling"), "it is for classes"
+    ),
 }
 """Settings, and why they do not fit this kind of labels."""
 
@@ -53,7 +55,9 @@ def weigh_classes(data: Data, objective: ObjectiveSettings, device: torch.device
         line = _listed(labels, counts, weights, "{:.3g}")
         notes.append(f"class weights of the loss (--class_weights): {line}")
     if objective.pos_weight:
-        weights = _positive_weights(objective.pos_weight, counts, len(data.train), labels.names)
+        weights = _positive_weights(
+            objective.pos_weight, counts, len(data.train), labels.names
+        )
         pos_weight = torch.from_numpy(weights.astype(np.float32)).to(device)
         line = _listed(labels, counts, weights, "{:.3g}")
         notes.append(f"weights of positive labels (--pos_weight): {line}")
@@ -158,7 +162,9 @@ def _weights_by_name(setting: str, text: str, names: Sequence[str]) -> np.ndarra
 def _listed(labels: Labels, counts: np.ndarray, numbers: np.ndarray, written: str) -> str:
     """The number of each class, of at most ten: those with the most rows."""
     order = np.argsort(-counts, kind="stable").tolist()
-    return listing(f"{labels.names[place]} {written.format(numbers[place])}" for place in order)
+    return listing(
+        f"{labels.names[place]} {written.format(numbers[place])}" for place in order
+    )
 
 
 def _advice(counts: np.ndarray, rows: int, labels: Labels) -> Iterator[str]:

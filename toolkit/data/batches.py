@@ -112,7 +112,9 @@ def micro_batches(
     if max_tokens is None and split.buckets is None:
         count = math.ceil(len(indices) / (per_device * world))
         return np.array_split(by_length, count * world)[rank::world]
-    cut = _cut_by_length(by_length, split.lengths[by_length], per_device, max_tokens, split.buckets)
+    cut = _cut_by_length(
+        by_length, split.lengths[by_length], per_device, max_tokens, split.buckets
+    )
     return _halve_to_multiple(cut, split.lengths, world)[rank::world]
 
 
@@ -137,7 +139,9 @@ def _cut_by_length(
     return cut
 
 
-def _halve_to_multiple(cut: list[np.ndarray], lengths: np.ndarray, world: int) -> list[np.ndarray]:
+def _halve_to_multiple(
+    cut: list[np.ndarray], lengths: np.ndarray, world: int
+) -> list[np.ndarray]:
     """Halves the largest micro-batches until their number is a multiple of `world`."""
     while len(cut) % world:
         padded = []
@@ -212,12 +216,16 @@ class Collator:
         if self.device.type == "cuda" and is_padded:  # a mask rules the flash kernel out
             # a model may have no more positions than the longest text
             width = min(_round_up(width, self.multiple), self.longest)
-        inputs = Inputs(input_ids=self.padded(tokens, lengths, width, self.pad_id, self.left))
+        inputs = Inputs(
+            input_ids=self.padded(tokens, lengths, width, self.pad_id, self.left)
+        )
         if is_padded:  # without padding attention needs no mask, and is faster
             ones = np.ones_like(tokens)
             inputs["attention_mask"] = self.padded(ones, lengths, width, 0, self.left)
         if types is not None:
-            inputs["token_type_ids"] = self.padded(types, lengths, width, self.pad_type, self.left)
+            inputs["token_type_ids"] = self.padded(
+                types, lengths, width, self.pad_type, self.left
+            )
         return inputs
 
     def loss_denominators(self, indices: np.ndarray) -> np.ndarray:

@@ -38,7 +38,11 @@ class Block(NamedTuple):
 
 
 def encode_blocks(
-    tokenizer: Any, blocks: Iterable[TextBlock], max_length: int, total: int, what: str = "tokens"
+    tokenizer: Any,
+    blocks: Iterable[TextBlock],
+    max_length: int,
+    total: int,
+    what: str = "tokens",
 ) -> Iterator[Block]:
     """Blocks of texts -> blocks of their tokens, at most `max_length` of each text; the longer text
     of a pair is truncated first. Tokenizes the next texts while the caller writes these. `what`,
@@ -51,7 +55,9 @@ def encode_blocks(
     workers = 1
     if getattr(tokenizer, "is_fast", False):
         encode = _encode_fast
-        workers = 2  # one waits for the tokenizer's own threads while the other makes arrays
+        workers = (
+            2  # one waits for the tokenizer's own threads while the other makes arrays
+        )
     bar = Progress(what, total, "texts")
     done = 0
     with ThreadPoolExecutor(workers, "tokenize") as threads:
@@ -131,7 +137,9 @@ def cut_long_texts(tokenizer: Any, texts: Sequence[str], max_length: int) -> Seq
     return cut
 
 
-def encode_texts(tokenizer: Any, texts: TextBlock, max_length: int) -> dict[str, np.ndarray]:
+def encode_texts(
+    tokenizer: Any, texts: TextBlock, max_length: int
+) -> dict[str, np.ndarray]:
     """`input_ids`, `offsets`, and `token_types` of pairs if there are any."""
     total = len(texts[0])
     parts = [slice(start, start + _BLOCK_TEXTS) for start in range(0, total, _BLOCK_TEXTS)]

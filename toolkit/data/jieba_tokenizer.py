@@ -59,7 +59,9 @@ def load_jieba() -> Jieba:
         dictionary = file.read()
     cutter.FREQ, cutter.total = cutter.gen_pfdict(io.BytesIO(dictionary))
     cutter.initialized = True
-    return Jieba(cutter, f"jieba {jieba.__version__} {hashlib.sha256(dictionary).hexdigest()[:8]}")
+    return Jieba(
+        cutter, f"jieba {jieba.__version__} {hashlib.sha256(dictionary).hexdigest()[:8]}"
+    )
 
 
 def words_first(tokenizer: Any) -> Any:
@@ -131,7 +133,9 @@ class WordBackend:
 
     def __init__(self, backend: Tokenizer) -> None:
         words = backend.get_vocab(with_added_tokens=False)
-        vars(self).update(_backend=backend, segmenter=load_jieba().name, _words=words, _lock=Lock())
+        vars(self).update(
+            _backend=backend, segmenter=load_jieba().name, _words=words, _lock=Lock()
+        )
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(vars(self)["_backend"], name)
@@ -176,7 +180,11 @@ class _WordSplitter:
     """A pre-tokenizer: text -> jieba's words, those outside the vocabulary split further."""
 
     def __init__(
-        self, words: Mapping[str, int], normalizer: Any, pre_tokenizer: Any, most: int | None
+        self,
+        words: Mapping[str, int],
+        normalizer: Any,
+        pre_tokenizer: Any,
+        most: int | None,
     ) -> None:
         self.words = words
         self.normalizer = normalizer or normalizers.Sequence([])

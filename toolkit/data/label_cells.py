@@ -14,12 +14,16 @@ import numpy as np
 
 from toolkit.data.table import Table
 
-NO_LABEL = "no label: fill it or remove the row, or pass --drop_empty_text, which leaves it out"
+NO_LABEL = (
+    "no label: fill it or remove the row, or pass --drop_empty_text, which leaves it out"
+)
 _MAX_DISTINCT = 200_000
 """Distinct values that are read to infer a column's type: more are numbers, or no labels."""
 
 
-def read_cells(table: Table, columns: Sequence[str]) -> Iterator[tuple[np.ndarray, list[Any]]]:
+def read_cells(
+    table: Table, columns: Sequence[str]
+) -> Iterator[tuple[np.ndarray, list[Any]]]:
     """Batches of (row numbers, cells): lists of cells for several columns; `ClassLabel` ids as
     names."""
     feature = class_feature(table, columns[0])

@@ -138,7 +138,9 @@ class Labels(Targets):
         for name in class_names(cell, self.separator):
             place = self._id(name)
             if flags[place]:
-                raise ValueError(f"{cell!r} names a class twice: a column per class holds 0 and 1")
+                raise ValueError(
+                    f"{cell!r} names a class twice: a column per class holds 0 and 1"
+                )
             flags[place] = 1.0
         return flags
 
@@ -221,8 +223,12 @@ def _labels_of_columns(
     """Several labels if the columns hold 0 and 1, or anything but numbers; else numbers. Raises
     ValueError."""
     if problem_type == SINGLE:
-        raise ValueError(f"have several labels or numbers: leave out --problem_type {SINGLE}")
-    numbers = {to_float(cell) for column in columns for cell in distinct_cells(table, column)}
+        raise ValueError(
+            f"have several labels or numbers: leave out --problem_type {SINGLE}"
+        )
+    numbers = {
+        to_float(cell) for column in columns for cell in distinct_cells(table, column)
+    }
     problem = MULTI
     if not numbers <= {0.0, 1.0, None}:
         problem = REGRESSION
@@ -249,11 +255,15 @@ def _labels_of_column(
         )
     if len(names) < 2:
         only = listing(names) or "no class"
-        raise ValueError(f"holds {only} only: at least two classes are needed (--label_column)")
+        raise ValueError(
+            f"holds {only} only: at least two classes are needed (--label_column)"
+        )
     return Labels(problem, names, (column,), separator)
 
 
-def _names_in(cells: list[Any], problem: ProblemType, separator: str | None) -> tuple[str, ...]:
+def _names_in(
+    cells: list[Any], problem: ProblemType, separator: str | None
+) -> tuple[str, ...]:
     """The classes that distinct cells name, in natural order. Raises ValueError for objects and
     lists."""
     names: set[str] = set()
@@ -261,7 +271,9 @@ def _names_in(cells: list[Any], problem: ProblemType, separator: str | None) -> 
         parts = [cell] if problem == SINGLE else class_names(cell, separator)
         for part in parts:
             if isinstance(part, dict | list):
-                raise ValueError(f"holds {str(part)[:60]}, no class: make a column of the label")
+                raise ValueError(
+                    f"holds {str(part)[:60]}, no class: make a column of the label"
+                )
             names.add(class_name(part))
     return natural_order(names - {""})
 

@@ -43,7 +43,13 @@ _LAYOUT = 6  # increase when the content of a prepared folder changes
 _SETTINGS = ("text_column", "text_pair", "drop_empty_text", "validation_split",
              "max_train_samples", "max_eval_samples")  # fmt: skip
 """The settings that prepared data depend on, besides those of their targets."""
-_SOURCES = ("train_file", "validation_file", "test_file", "dataset_name", "model_name_or_path")
+_SOURCES = (
+    "train_file",
+    "validation_file",
+    "test_file",
+    "dataset_name",
+    "model_name_or_path",
+)
 """Settings that may differ between machines: their content is compared."""
 WARN_UNKNOWN = 0.05
 """A share of all tokens; “ and ” are unknown to bert-base-chinese."""
@@ -126,7 +132,9 @@ def prepare_data(
         if draft:
             _write(draft, settings, tokenizer, tables, facts["max_length"])
     data = _load(settings, folder, model_config, tables)
-    objective = getattr(settings, "objective", None)  # a user's recipe may lack this section
+    objective = getattr(
+        settings, "objective", None
+    )  # a user's recipe may lack this section
     if objective is not None and isinstance(data.targets, Labels):
         device = torch.device("cpu") if accelerator is None else accelerator.device
         data = weigh_classes(data, objective, device)
@@ -142,7 +150,9 @@ def _facts(
     facts |= targets_of(settings).data_facts(settings)
     is_pair = facts["text_pair"] is not None
     facts["layout"] = _LAYOUT
-    facts["max_length"] = choose_max_length(data.max_length, tokenizer, model_config, is_pair)
+    facts["max_length"] = choose_max_length(
+        data.max_length, tokenizer, model_config, is_pair
+    )
     facts["token types"] = "token_type_ids" in tokenizer.model_input_names
     facts["separator"] = separator_of(tokenizer)
     if "validation" not in tables or data.max_train_samples or data.max_eval_samples:
@@ -154,14 +164,20 @@ def _facts(
 
 
 def _write(
-    folder: Path, settings: Any, tokenizer: Any, tables: Mapping[str, Table], max_length: int
+    folder: Path,
+    settings: Any,
+    tokenizer: Any,
+    tables: Mapping[str, Table],
+    max_length: int,
 ) -> None:
     """Writes the tokens and targets of every split, and `meta.json`."""
     splits, targets, notes = select_samples(settings, tokenizer, tables)
     for split, samples in splits.items():
         (folder / split).mkdir()
         notes.extend(_write_split(folder / split, samples, tokenizer, max_length))
-        notes.extend(targets.save(folder / split, samples.table, samples.targets, tokenizer))
+        notes.extend(
+            targets.save(folder / split, samples.table, samples.targets, tokenizer)
+        )
     meta = {
         "targets": asdict(targets),
         "text_column": splits["train"].table.text_columns[0],
@@ -169,10 +185,14 @@ def _write(
         "notes": notes,
         "splits": list(splits),
     }
-    (folder / "meta.json").write_text(json.dumps(meta, ensure_ascii=False), encoding="utf-8")
+    (folder / "meta.json").write_text(
+        json.dumps(meta, ensure_ascii=False), encoding="utf-8"
+    )
 
 
-def _write_split(folder: Path, samples: Samples, tokenizer: Any, max_length: int) -> Iterator[str]:
+def _write_split(
+    folder: Path, samples: Samples, tokenizer: Any, max_length: int
+) -> Iterator[str]:
     """Writes the tokens of a split, and yields notes on them."""
     table = samples.table
     split = folder.name
@@ -202,7 +222,9 @@ def _token_notes(split: str, counts: Counts, rows: int, max_length: int) -> Iter
         yield f"{split}: {share} of the texts are cut at {max_length} tokens (--max_length)"
 
 
-def _load(settings: Any, folder: Path, model_config: Any, tables: Mapping[str, Table]) -> Data:
+def _load(
+    settings: Any, folder: Path, model_config: Any, tables: Mapping[str, Table]
+) -> Data:
     """The data of a prepared folder, for a model of this config."""
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     targets_class = targets_of(settings)
@@ -212,7 +234,9 @@ def _load(settings: Any, folder: Path, model_config: Any, tables: Mapping[str, T
     notes = meta["notes"]
     text_pair = getattr(settings.data, "text_pair", None)
     if text_pair and not has_token_types(model_config):
-        notes.append("this model has one token type: only a separator divides the texts of a pair")
+        notes.append(
+            "this model has one token type: only a separator divides the texts of a pair"
+        )
     return Data(
         folder=folder,
         digest=folder.name,
@@ -226,7 +250,9 @@ def _load(settings: Any, folder: Path, model_config: Any, tables: Mapping[str, T
     )
 
 
-def finish_data(settings: Any, data: Data, tokenizer: Any, accelerator: Accelerator) -> Data:
+def finish_data(
+    settings: Any, data: Data, tokenizer: Any, accelerator: Accelerator
+) -> Data:
     """The data with the collator of their targets, and what features change (`Feature.data`)."""
     data = data.with_collator(type(data.targets).collator(settings))
     for feature in features():

@@ -23,7 +23,12 @@ from toolkit.data import text_files
 from toolkit.data.table import Rows, Table
 from toolkit.errors import UserError, did_you_mean, first_line, listing
 from toolkit.pretrained import check_reachable
-from toolkit.utils.cache import cached_folder, digest_of_file, digest_of_files, digest_of_text
+from toolkit.utils.cache import (
+    cached_folder,
+    digest_of_file,
+    digest_of_files,
+    digest_of_text,
+)
 from toolkit.utils.files import cache_folder
 
 if TYPE_CHECKING:  # a process whose tokens are cached does not import it
@@ -61,14 +66,18 @@ def _splits_of_dataset(name: str, settings: TextSettings) -> dict[str, Table]:
             if alias in splits:
                 tables.setdefault(split, splits[alias])
     if "train" not in tables:
-        raise UserError(f"--dataset_name {name} has no train split: it has {listing(splits)}")
+        raise UserError(
+            f"--dataset_name {name} has no train split: it has {listing(splits)}"
+        )
     unused = list(_FILE_SETTINGS)
     if "validation" in tables:
         unused.append("validation_split")
     for setting in unused:
         value = getattr(settings, setting)
         if value != getattr(TextSettings(), setting):
-            raise UserError(f"--{setting} {value} has no effect on --dataset_name: leave it out")
+            raise UserError(
+                f"--{setting} {value} has no effect on --dataset_name: leave it out"
+            )
     return tables
 
 
@@ -111,7 +120,9 @@ def _digest_of(path: Path) -> str:
         if path.parent.is_dir():
             siblings = [file.name for file in path.parent.iterdir() if file != path]
         hint = did_you_mean(path.name, siblings)
-        raise UserError(f"{path} does not exist, or is no file{hint} (looked in {Path.cwd()})")
+        raise UserError(
+            f"{path} does not exist, or is no file{hint} (looked in {Path.cwd()})"
+        )
     return digest_of_file(path)
 
 
@@ -181,7 +192,9 @@ def _unify(path: Path, before: Any, schema: pyarrow.Schema) -> pyarrow.Schema:
     try:
         return pyarrow.unify_schemas([before, schema], promote_options="permissive")
     except (pyarrow.ArrowException, TypeError) as error:
-        why = f"a column's values are of another type than those before [{first_line(error)}]"
+        why = (
+            f"a column's values are of another type than those before [{first_line(error)}]"
+        )
         raise UserError(f"{path}: {why}: make them all numbers, or all strings") from error
 
 
@@ -213,7 +226,9 @@ def _read_parquet(path: Path, settings: TextSettings) -> Iterator[pyarrow.Record
     with pyarrow.parquet.ParquetFile(path) as file:
         text_files.check_columns(path, file.schema_arrow.names)
         schema = file.schema_arrow
-        for place, field in enumerate(schema):  # older Spark, Hive and Impala: text without a type
+        for place, field in enumerate(
+            schema
+        ):  # older Spark, Hive and Impala: text without a type
             if pyarrow.types.is_binary(field.type):
                 schema = schema.set(place, field.with_type(pyarrow.string()))
         for batch in file.iter_batches(batch_size=text_files.BLOCK_ROWS):
@@ -355,4 +370,6 @@ def _refuse_addresses(folder: Path) -> None:
     text = str((metadata_load(readme) or {}).get("configs"))
     address = re.search(r"[\w+]+://[^'\"\s]*", text)
     if address:
-        raise UserError(f"{folder} names {address[0][:200]}, outside it: put the file itself there")
+        raise UserError(
+            f"{folder} names {address[0][:200]}, outside it: put the file itself there"
+        )

@@ -66,7 +66,9 @@ def select_samples(
     for split, (table, hashes) in with_texts.items():
         missing = targets.missing(table)
         if split == "test" and missing.all():
-            notes.append(f"test has no {what}s: it is left out (`toolkit predict` labels it)")
+            notes.append(
+                f"test has no {what}s: it is left out (`toolkit predict` labels it)"
+            )
             continue
         for column in predicted:
             table.require(column)
@@ -112,7 +114,9 @@ def _find_columns(settings: Any, train: Table) -> tuple[tuple[str, ...], tuple[s
     setting = targets.column_setting
     predicted: tuple[str, ...] = ()
     if setting is not None:
-        predicted = find_columns(train, getattr(data, setting), setting, targets.usual_columns)
+        predicted = find_columns(
+            train, getattr(data, setting), setting, targets.usual_columns
+        )
     texts = find_texts(train, data.text_column, getattr(data, "text_pair", None), predicted)
     read = [name for column in texts for name in train.columns_of(column)]
     if setting is not None and not predicted:
@@ -137,7 +141,9 @@ def _with_texts(table: Table, drop_empty: bool) -> tuple[Table, np.ndarray]:
         blank.append(np.array(has_blank))
         hashes.append(np.fromiter(map(hash, rows), np.int64, len(rows)))
     columns = table.text_columns
-    places = _filled(table, np.concatenate(blank), "text", columns, "text_column", drop_empty)
+    places = _filled(
+        table, np.concatenate(blank), "text", columns, "text_column", drop_empty
+    )
     return table.select(places), np.concatenate(hashes)[places]
 
 
@@ -153,7 +159,9 @@ def _filled(
     be dropped, some."""
     where = f"{what} in column {' or '.join(map(repr, columns))}"
     if blank.all():
-        raise UserError(f"{table.name}: every {where} is empty: name another with --{setting}")
+        raise UserError(
+            f"{table.name}: every {where} is empty: name another with --{setting}"
+        )
     if blank.any() and not drop_empty:
         hint = ""
         if table.name.endswith(".txt"):
@@ -191,7 +199,9 @@ def _hold_out(splits: dict[str, Samples], targets: Targets, settings: Any) -> st
     fewest = min(count, len(places) - count)
     if strata is not None and fewest < len(np.unique(strata)):
         strata = None  # too few rows for some of each class
-    _, validation = train_test_split(places, test_size=count, random_state=seed, stratify=strata)
+    _, validation = train_test_split(
+        places, test_size=count, random_state=seed, stratify=strata
+    )
     held_out = np.zeros(len(samples), bool)
     held_out[validation] = True
     splits["train"] = samples.select(np.flatnonzero(~held_out))

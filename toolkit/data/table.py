@@ -15,7 +15,9 @@ import numpy as np
 
 from toolkit.errors import UserError, did_you_mean, listing
 
-if TYPE_CHECKING:  # a process whose tokens are cached needs neither the library nor the rows
+if (
+    TYPE_CHECKING
+):  # a process whose tokens are cached needs neither the library nor the rows
     import datasets
 
 BATCH_ROWS = 2048

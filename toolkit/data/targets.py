@@ -98,7 +98,9 @@ class Targets:
         """(samples,) the class of each sample, for a stratified validation split; None if there are
         no classes."""
 
-    def save(self, folder: Path, table: Table, encoded: np.ndarray, tokenizer: Any) -> list[str]:
+    def save(
+        self, folder: Path, table: Table, encoded: np.ndarray, tokenizer: Any
+    ) -> list[str]:
         """Writes a split's targets next to its tokens: `labels.npy`, and other files that its
         `split_class` reads. Returns notes."""
         np.save(folder / "labels.npy", encoded)

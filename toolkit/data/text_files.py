@@ -62,7 +62,9 @@ def encoding_fault(path: Path, encoding: str) -> str:
     with open_bytes(path) as file:
         start = file.read(4)
     if start == b"PK\x03\x04":
-        return f"{path} is an Excel workbook or a zip, not text: save it as `CSV UTF-8` there"
+        return (
+            f"{path} is an Excel workbook or a zip, not text: save it as `CSV UTF-8` there"
+        )
     fault = f"{path}, line {_undecodable_line(path, encoding)}: not {encoding}"
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return f"{fault}: pass --encoding utf-16"
@@ -198,5 +200,7 @@ def _delimiter(path: Path, settings: TextSettings) -> str:
         return "\t" if ".tsv" in suffixes else ","
     delimiter = {"tab": "\t", "\\t": "\t"}.get(settings.delimiter, settings.delimiter)
     if len(delimiter) != 1 or not delimiter.isascii() or delimiter in '"\r\n':
-        raise UserError(f"--delimiter {settings.delimiter!r}: give one ASCII character, or tab")
+        raise UserError(
+            f"--delimiter {settings.delimiter!r}: give one ASCII character, or tab"
+        )
     return delimiter

@@ -75,7 +75,9 @@ def save_tokens(
     counts = Counts()
     with contextlib.ExitStack() as files:
         append = files.enter_context(append_to_npy(folder / f"{ids}.npy", np.int32))
-        append_ends = files.enter_context(append_to_npy(folder / f"{offsets}.npy", np.int64))
+        append_ends = files.enter_context(
+            append_to_npy(folder / f"{offsets}.npy", np.int64)
+        )
         append_ends(np.zeros(1, np.int64))
         append_types = None
         for block in blocks:

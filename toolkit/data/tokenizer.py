@@ -54,7 +54,9 @@ def fingerprint(tokenizer: Any) -> str:
         vocabulary = sorted(tokenizer.get_vocab().items())
         described = json.dumps([vocabulary, repr(tokenizer)])
     described += getattr(backend, "segmenter", "")
-    return hashlib.sha256(f"{type(tokenizer).__name__}{described}".encode()).hexdigest()[:32]
+    return hashlib.sha256(f"{type(tokenizer).__name__}{described}".encode()).hexdigest()[
+        :32
+    ]
 
 
 def refuse_foreign_tokenizer(tokenizer: Any, config: Any) -> None:

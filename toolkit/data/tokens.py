@@ -87,7 +87,9 @@ class Split:
     @functools.cached_property
     def lengths(self) -> np.ndarray:
         """(samples,) int32, in tokens."""
-        return np.subtract(self.offsets[1:], self.offsets[:-1], dtype=np.int32, casting="unsafe")
+        return np.subtract(
+            self.offsets[1:], self.offsets[:-1], dtype=np.int32, casting="unsafe"
+        )
 
     def tokens(self, index: int) -> np.ndarray:
         """(length,) int32."""

@@ -63,14 +63,18 @@ def _write_parquet(path: Path, tables: Iterable[Any]) -> None:
     with contextlib.ExitStack() as stack:
         for table in tables:
             if writer is None:
-                writer = stack.enter_context(pyarrow.parquet.ParquetWriter(path, table.schema))
+                writer = stack.enter_context(
+                    pyarrow.parquet.ParquetWriter(path, table.schema)
+                )
             writer.write_table(table.cast(writer.schema))
 
 
 def _write_csv(file: Any, tables: Iterable[Any], delimiter: str, quoting: bool) -> None:
     """Lists and objects are JSON in a cell."""
     # where lines end in \n alone, csv does not quote a lone \r, which readers take for a row's end
-    lines: Any = SimpleNamespace(write=lambda row: file.write(row.removesuffix("\r\n") + "\n"))
+    lines: Any = SimpleNamespace(
+        write=lambda row: file.write(row.removesuffix("\r\n") + "\n")
+    )
     style: dict[str, Any] = {}
     if not quoting:
         style = {"quoting": csv.QUOTE_NONE, "quotechar": None}

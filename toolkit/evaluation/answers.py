@@ -30,7 +30,9 @@ class Answers:
         """Loads the saved model. Raises UserError if it cannot be loaded."""
         raise NotImplementedError
 
-    def outputs(self, accelerator: Any, model: Any, split: Any, tokenizer: Any, *sizes: Any) -> Any:
+    def outputs(
+        self, accelerator: Any, model: Any, split: Any, tokenizer: Any, *sizes: Any
+    ) -> Any:
         """The outputs for a whole split, in its order, on the main process, None on the others; a
         collective, called under autocast. `sizes`: as for `toolkit.evaluation.outputs.predict`."""
         raise NotImplementedError
@@ -45,7 +47,9 @@ class Answers:
         numbers, titles)."""
         raise NotImplementedError
 
-    def evaluation(self, evaluation: Evaluation, compute_metrics: ComputeMetrics) -> Evaluation:
+    def evaluation(
+        self, evaluation: Evaluation, compute_metrics: ComputeMetrics
+    ) -> Evaluation:
         """The evaluation of plain outputs -> the evaluation of these answers; on the main
         process."""
         return evaluation
@@ -74,7 +78,9 @@ class ClassAnswers(Answers):
                 return model
         return load_saved_classifier(settings)
 
-    def outputs(self, accelerator: Any, model: Any, split: Any, tokenizer: Any, *sizes: Any) -> Any:
+    def outputs(
+        self, accelerator: Any, model: Any, split: Any, tokenizer: Any, *sizes: Any
+    ) -> Any:
         return predict(accelerator, model, split, tokenizer, *sizes)
 
     def probabilities(self, logits: np.ndarray) -> np.ndarray:
@@ -137,7 +143,9 @@ def _decode_label(label: Any, labels: Labels) -> Any:
         return labels.names[int(label)]
     if labels.problem_type == MULTI:
         return [name for name, present in zip(labels.names, label, strict=True) if present]
-    numbers = [float(str(number)) for number in np.atleast_1d(label)]  # 0.1, not 0.10000000149
+    numbers = [
+        float(str(number)) for number in np.atleast_1d(label)
+    ]  # 0.1, not 0.10000000149
     return numbers[0] if labels.size == 1 else numbers
 
 
@@ -147,7 +155,9 @@ def labels_of(config: Any) -> Labels:
     where = f"{config.name_or_path}: id2label in config.json"
     if sorted(config.id2label) != list(range(config.num_labels)):
         has = listing(config.id2label)
-        raise UserError(f"{where} has {has}, and needs a name for 0 to {config.num_labels - 1}")
+        raise UserError(
+            f"{where} has {has}, and needs a name for 0 to {config.num_labels - 1}"
+        )
     names = tuple(str(config.id2label[index]) for index in range(config.num_labels))
     if len(set(names)) < len(names):  # metrics would count both as the last of them
         repeated = next(name for name in names if names.count(name) > 1)

@@ -56,7 +56,9 @@ class Best:
         if self.metric not in known and numbers.get(self.metric, 0) is not None:
             hint = did_you_mean(self.metric, known)
             metrics = listing(known, 20)
-            raise UserError(f"--metric_for_best_model {self.metric}{hint}: there are {metrics}")
+            raise UserError(
+                f"--metric_for_best_model {self.metric}{hint}: there are {metrics}"
+            )
 
     @property
     def patience_exhausted(self) -> bool:
@@ -76,4 +78,8 @@ class Best:
             value = (
                 -math.inf if state["value"] is None else state["value"]
             )  # no evaluation gave a number yet
-            self.value, self.step, self.patience_counter = value, state["step"], state["waited"]
+            self.value, self.step, self.patience_counter = (
+                value,
+                state["step"],
+                state["waited"],
+            )

@@ -13,7 +13,9 @@ from toolkit.data.labels import Labels
 _MAX_CONFUSION_CLASSES = 100
 
 
-def classification_metrics(logits: np.ndarray, truth: np.ndarray, labels: Labels) -> dict[str, Any]:
+def classification_metrics(
+    logits: np.ndarray, truth: np.ndarray, labels: Labels
+) -> dict[str, Any]:
     """(N, C) logits and (N,) or (N, C) labels -> the numbers of eval.jsonl, over all samples.
 
     Classification: accuracy, F1 (macro, weighted, of several labels micro), precision, recall and
@@ -22,7 +24,9 @@ def classification_metrics(logits: np.ndarray, truth: np.ndarray, labels: Labels
     """
     if labels.problem_type == "regression":
         truth = truth.reshape(logits.shape)
-        return _regression_metrics(logits.astype(np.float64), truth.astype(np.float64), labels)
+        return _regression_metrics(
+            logits.astype(np.float64), truth.astype(np.float64), labels
+        )
     from sklearn import metrics as sk  # takes a second, and only the main process computes
 
     classes = list(range(labels.size))
@@ -45,7 +49,9 @@ def classification_metrics(logits: np.ndarray, truth: np.ndarray, labels: Labels
         name: _class_numbers(report[str(index)]) for index, name in enumerate(labels.names)
     }
     if is_single and labels.size <= _MAX_CONFUSION_CLASSES:
-        numbers["confusion_matrix"] = sk.confusion_matrix(truth, guess, labels=classes).tolist()
+        numbers["confusion_matrix"] = sk.confusion_matrix(
+            truth, guess, labels=classes
+        ).tolist()
     return numbers
 
 
@@ -58,7 +64,9 @@ def _class_numbers(line: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _regression_metrics(guess: np.ndarray, truth: np.ndarray, labels: Labels) -> dict[str, Any]:
+def _regression_metrics(
+    guess: np.ndarray, truth: np.ndarray, labels: Labels
+) -> dict[str, Any]:
     """(N, C) numbers -> means over the outputs, and `per_output` if there are several."""
     per_output = {
         name: _output_numbers(guess[:, place], truth[:, place])

@@ -63,11 +63,15 @@ class Evaluation:
     @property
     def single_numbers(self) -> dict[str, float]:
         """The metrics that are a single float: no counts, no scores per class."""
-        return {name: value for name, value in self.numbers.items() if isinstance(value, float)}
+        return {
+            name: value for name, value in self.numbers.items() if isinstance(value, float)
+        }
 
     def __str__(self) -> str:
         """`accuracy 0.9000  f1_macro 0.8972`."""
-        return "  ".join(f"{name} {value:.4f}" for name, value in self.single_numbers.items())
+        return "  ".join(
+            f"{name} {value:.4f}" for name, value in self.single_numbers.items()
+        )
 
 
 class ExactlyOnceError(UserError):
@@ -129,7 +133,9 @@ class Outputs:
         tokens, all_tokens = 0, max(1, int(self.split.lengths.sum()))
         samples = 0
         model.eval()
-        with torch.no_grad():  # not inference_mode: parameters gathered in it could not be trained
+        with (
+            torch.no_grad()
+        ):  # not inference_mode: parameters gathered in it could not be trained
             for place, collation in enumerate(collations):
                 following = collations[place + 1] if place + 1 < len(collations) else None
                 batch = prefetcher.batch(collation, following)
@@ -153,7 +159,9 @@ class Outputs:
         by_rank = []
         for rank in range(world):
             by_rank.append(
-                micro_batches(split, everything, sizes.per_device, rank, world, sizes.max_tokens)
+                micro_batches(
+                    split, everything, sizes.per_device, rank, world, sizes.max_tokens
+                )
             )
         collations = []
         for ranks in zip(*by_rank, strict=True):
@@ -171,7 +179,9 @@ class Outputs:
         ids = gathered[0]
         if isinstance(gathered, torch.Tensor) or ids.dim() != 1 or ids.is_floating_point():
             how = "outputs.add(accelerator.gather_for_metrics((batch.ids, ...)))"
-            raise UserError(f"{self.split.name}: outputs without the ids of their samples: {how}")
+            raise UserError(
+                f"{self.split.name}: outputs without the ids of their samples: {how}"
+            )
         self._raise_if_stopped()
         if self.accelerator.is_main_process:
             is_sample = ids >= 0
@@ -195,11 +205,14 @@ class Outputs:
 
         Raises, on every rank, ExactlyOnceError if a sample is missing or duplicated, and UserError
         if an output is not finite."""
-        ids, *columns = [np.concatenate(parts) for parts in zip(*self._parts, strict=True)] or [
-            np.array([], np.int64)
-        ]
+        ids, *columns = [
+            np.concatenate(parts) for parts in zip(*self._parts, strict=True)
+        ] or [np.array([], np.int64)]
         if self.is_trial:
-            return [np.resize(column, (len(self.split), *column.shape[1:])) for column in columns]
+            return [
+                np.resize(column, (len(self.split), *column.shape[1:]))
+                for column in columns
+            ]
         fault: tuple[type[Exception], str] | None = None
         if self.accelerator.is_main_process:
             fault = _fault(ids, columns, self.split.rows)
@@ -220,8 +233,12 @@ class Outputs:
         try:
             inspect.signature(metrics).bind(logits, split.labels, labels)
         except TypeError as error:
-            arguments = "logits, labels, and the labels' names, as toolkit.classification_metrics"
-            raise UserError(f"outputs.evaluation calls metrics({arguments}): {error}") from error
+            arguments = (
+                "logits, labels, and the labels' names, as toolkit.classification_metrics"
+            )
+            raise UserError(
+                f"outputs.evaluation calls metrics({arguments}): {error}"
+            ) from error
         compute_metrics = partial(_compute_metrics, metrics, labels)
         evaluation = self.make_evaluation(
             losses,
@@ -246,11 +263,17 @@ class Outputs:
             weighted = losses if self.split.weights is None else losses * self.split.weights
             total = weighted.sum(dtype=np.float64)
             loss = float(total / self.split.loss_denominators().sum())
-            numbers = {"num_samples": len(self.split), "loss": loss, **as_json(metrics or {})}
+            numbers = {
+                "num_samples": len(self.split),
+                "loss": loss,
+                **as_json(metrics or {}),
+            }
         return Evaluation(self.split.name, broadcast_object_list([numbers])[0], predictions)
 
 
-def _compute_metrics(metrics: Metrics, labels: Labels, logits: Any, truth: Any) -> dict[str, Any]:
+def _compute_metrics(
+    metrics: Metrics, labels: Labels, logits: Any, truth: Any
+) -> dict[str, Any]:
     return metrics(logits, truth, labels)
 
 
@@ -280,7 +303,10 @@ def _fault(
     wrong_ids = ids_fault(ids, expected)
     if wrong_ids:
         how = "outputs.add(accelerator.gather_for_metrics((batch.ids, ...)))"
-        return ExactlyOnceError, f"{wrong_ids}: call {how} once for each batch, in all processes"
+        return (
+            ExactlyOnceError,
+            f"{wrong_ids}: call {how} once for each batch, in all processes",
+        )
     infinite = _finite_fault(ids, columns)
     return (UserError, infinite) if infinite else None
 
@@ -293,7 +319,9 @@ def _finite_fault(ids: np.ndarray, columns: Sequence[np.ndarray]) -> str:
     if is_finite.all():
         return ""
     rows = listing((np.sort(ids[~is_finite]) + 1).tolist())
-    why = "it diverged in training (lower --learning_rate there), or its weights are damaged"
+    why = (
+        "it diverged in training (lower --learning_rate there), or its weights are damaged"
+    )
     return f"the model's outputs are not finite for rows {rows}: {why}"
 
 
@@ -305,5 +333,7 @@ def ids_fault(ids: np.ndarray, expected: np.ndarray) -> str:
         "more than once: ids": unique[counts > 1],
         "unknown: ids": np.setdiff1d(unique, expected),
     }
-    lines = [f"{name} {listing(some.tolist())}" for name, some in faults.items() if len(some)]
+    lines = [
+        f"{name} {listing(some.tolist())}" for name, some in faults.items() if len(some)
+    ]
     return "; ".join(lines)

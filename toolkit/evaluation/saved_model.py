@@ -132,7 +132,9 @@ class SavedModel:
             device = "cpu"
             if accelerator.mixed_precision != "no":
                 precision = accelerator.mixed_precision
-                line = f"an exported model computes in its own precision, not in {precision}"
+                line = (
+                    f"an exported model computes in its own precision, not in {precision}"
+                )
                 log_on_main(accelerator, line)
         self.accelerator = accelerator
         self.config = model.config
@@ -146,20 +148,26 @@ class SavedModel:
         blocks = table.read(columns, separator_of(self.tokenizer)).texts()
         return [list(chain.from_iterable(parts)) for parts in zip(*blocks, strict=True)]
 
-    def tokenize(self, columns: Sequence[Sequence[str]], identity: str | None = None) -> Split:
+    def tokenize(
+        self, columns: Sequence[Sequence[str]], identity: str | None = None
+    ) -> Split:
         """Texts, or first and second texts, as a split. With `identity`, a description of these
         texts, the model and `max_length`, one of several processes tokenizes for all of its
         machine, into the cache; the caller ends with `remove_tokens`."""
         shared_as = None
         if identity and self.accelerator.num_processes > 1:
             shared_as = digest_of_text(identity)
-        return split_of_texts(self.tokenizer, self.config, self.max_length, columns, shared_as)
+        return split_of_texts(
+            self.tokenizer, self.config, self.max_length, columns, shared_as
+        )
 
     def compute_outputs(self, split: Split) -> Any:
         """The outputs for a whole split on the main process, None on the others; a collective."""
         sizes = (self.sizes.per_device, self.sizes.max_tokens)
         with autocast(self.accelerator):
-            return self.answers.outputs(self.accelerator, self.model, split, self.tokenizer, *sizes)
+            return self.answers.outputs(
+                self.accelerator, self.model, split, self.tokenizer, *sizes
+            )
 
     def remove_tokens(self, identity: str) -> None:
         """Removes the files of `tokenize`, after a collective: all processes have read them."""

@@ -40,7 +40,11 @@ ERROR_FILE = "TOOLKIT_ERROR_FILE"
 THREADS = "OMP_NUM_THREADS"
 # set by `toolkit verify`: added to every seed except those of the sample order and initial weights
 OTHER_RANDOMNESS = "TOOLKIT_OTHER_RANDOMNESS"
-_ACCELERATE_LAUNCH = ("accelerate launch", "accelerate-launch", "accelerate.commands.launch")
+_ACCELERATE_LAUNCH = (
+    "accelerate launch",
+    "accelerate-launch",
+    "accelerate.commands.launch",
+)
 # how variables begin that only this launcher sets -> the launcher, the innermost first
 _MARKS = {
     MARKER: "toolkit",

@@ -39,7 +39,9 @@ def launch(request: Request) -> int:
     """Runs what was requested; returns the exit code. Raises UserError if it cannot start."""
     if environment.accelerate_options():
         stop_with_parent()  # `accelerate launch` forwards no stop signal
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # for addresses without a host name
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # for addresses without a host name
     with tempfile.TemporaryDirectory(prefix="toolkit-") as folder:
         return Launcher(request, Path(folder)).run()
 
@@ -70,7 +72,9 @@ class Rank:
             return Failure(line, 128 - code, permanent=True)
         hint = ""
         if -code == signal.SIGKILL:
-            hint = ", by a user, a scheduler or the kernel if memory ran out (`dmesg | tail`)"
+            hint = (
+                ", by a user, a scheduler or the kernel if memory ran out (`dmesg | tail`)"
+            )
         line = f"error: {self.name} was killed by {name}{hint}{RESUME_HINT}"
         return Failure(line, is_effect=-code == signal.SIGABRT)  # NCCL's watchdog
 
@@ -137,13 +141,21 @@ class Launcher:
         first = request.machines.rank * self.here
         for local in range(self.here):
             file = self.folder / f"attempt-{attempt}-rank-{local}.json"
-            env = {**common, ERROR_FILE: str(file), **self._torch_variables(first, local, common)}
+            env = {
+                **common,
+                ERROR_FILE: str(file),
+                **self._torch_variables(first, local, common),
+            }
             # in a session of its own: a terminal's Ctrl-C reaches the launcher alone
-            process = Popen(request.command(), env=env, stdin=DEVNULL, start_new_session=True)
+            process = Popen(
+                request.command(), env=env, stdin=DEVNULL, start_new_session=True
+            )
             name = f"rank {first + local} on {socket.gethostname()}"
             self.ranks.append(Rank(name, process, file))
 
-    def _torch_variables(self, first: int, local: int, env: dict[str, str]) -> dict[str, str]:
+    def _torch_variables(
+        self, first: int, local: int, env: dict[str, str]
+    ) -> dict[str, str]:
         """Empty for a single process of no strategy, which needs no group."""
         sharded = {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"} & env.keys()
         if self.request.processes == 1 and not sharded:
@@ -173,7 +185,9 @@ class Launcher:
                 effect_since = min(effect_since, now)
             if failure and (not failure.is_effect or now > effect_since + cause_seconds):
                 return board.publish(failure)
-            if failure is None and all(rank.process.poll() is not None for rank in self.ranks):
+            if failure is None and all(
+                rank.process.poll() is not None for rank in self.ranks
+            ):
                 return board.finish()
             if self.signals.requested and not is_passed_on:
                 is_passed_on = True
@@ -182,7 +196,9 @@ class Launcher:
 
     def _first_failure(self) -> Failure | None:
         """The failure of one of this machine's processes, a cause if there is one."""
-        failures = filter(None, [rank.failure(self.signals.requested) for rank in self.ranks])
+        failures = filter(
+            None, [rank.failure(self.signals.requested) for rank in self.ranks]
+        )
         first = min(failures, key=lambda failure: failure.is_effect, default=None)
         ended = [rank.name for rank in self.ranks if rank.process.poll() == 0]
         if first and first.is_effect and ended:

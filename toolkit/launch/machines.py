@@ -13,7 +13,9 @@ from toolkit.launch.network import LOOPBACK, is_this_machine
 
 TWO_NODE_FILES = "accelerate_configs/2node.yaml (or 2node_zero2, 2node_zero3, 2node_fsdp2)"
 PLACEHOLDER = "ADDRESS_OF_MACHINE_0"
-DEFAULT_PORT = 29600  # not torch's, which the user's `accelerate launch` keeps open meanwhile
+DEFAULT_PORT = (
+    29600  # not torch's, which the user's `accelerate launch` keeps open meanwhile
+)
 
 
 @dataclass(frozen=True)
@@ -38,14 +40,19 @@ def name_machine(host: str, ranks: Sequence[int]) -> str:
 
 
 def find_machines(
-    options: Mapping[str, str | None], config: Mapping[str, Any], path: Path, env: Mapping[str, str]
+    options: Mapping[str, str | None],
+    config: Mapping[str, Any],
+    path: Path,
+    env: Mapping[str, str],
 ) -> Machines:
     """The machines, from the options after the script, an accelerate config and the environment.
 
     Raises UserError if an address is missing or unusable, or this machine's rank is unknown.
     """
     count = parse_int("num_machines", config.get("num_machines") or 1, path)
-    value = options.get("main_process_port") or config.get("main_process_port") or DEFAULT_PORT
+    value = (
+        options.get("main_process_port") or config.get("main_process_port") or DEFAULT_PORT
+    )
     port = parse_int("main_process_port", value, path, minimum=1)
     if count == 1:
         _refuse_options_of_several(options, path)

@@ -44,7 +44,9 @@ def device_type() -> str:
     return accelerator.type if accelerator else "cpu"
 
 
-def open_store(first: str, port: int, serves: bool, is_local: bool, seconds: float) -> TCPStore:
+def open_store(
+    first: str, port: int, serves: bool, is_local: bool, seconds: float
+) -> TCPStore:
     """The store of a run, at the first machine's address: served by one process there, `serves`,
     to which the others connect. `is_local`: all are on this machine. Raises UserError."""
     is_here = network.is_this_machine(first)
@@ -99,9 +101,13 @@ def meet(
                 "--machine_rank (or NODE_RANK; RANK, if set by hand)"
             )
         members = exchange(store, noun, number, count, here, remedy, seconds)
-        refuse_differences("versions and settings", [(host, facts) for host, _, facts in members])
+        refuse_differences(
+            "versions and settings", [(host, facts) for host, _, facts in members]
+        )
     except UserError as error:
-        with contextlib.suppress(RuntimeError):  # the first machine has read it, and has ended
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the first machine has read it, and has ended
             store.set(_FAULT, str(error))
             time.sleep(_READ_SECONDS)
         raise

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 LOOPBACK = "127.0.0.1"
-_TEST_NET = "192.0.2.1"  # reserved for documentation: packets to it would take the default route
+_TEST_NET = (
+    "192.0.2.1"  # reserved for documentation: packets to it would take the default route
+)
 _STORE_TIMEOUT = timedelta(minutes=5)
 _CONNECT_SECONDS, _POLL_SECONDS = 3.0, 0.1
 
@@ -154,7 +156,9 @@ def address_to_serve(name: str, is_local: bool) -> str:
         return default
     others = [other for other in local_addresses() if not is_loopback(other)]
     if len(others) != 1:
-        raise UserError(f"{name} is {address} here: give one of {', '.join(others)} in its place")
+        raise UserError(
+            f"{name} is {address} here: give one of {', '.join(others)} in its place"
+        )
     return others[0]
 
 

@@ -207,7 +207,9 @@ def find_file(name: str, script: str, folder: str) -> Path:
 
 def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
     """The environment without the variables of an outer launcher."""
-    clean = {name: value for name, value in env.items() if not _SET_BY_LAUNCHERS.match(name)}
+    clean = {
+        name: value for name, value in env.items() if not _SET_BY_LAUNCHERS.match(name)
+    }
     if environment.user_threads(env) is None:
         clean.pop(environment.THREADS, None)
     return clean
@@ -227,7 +229,9 @@ def accelerate_environment(request: Request) -> dict[str, str]:
         "--num_cpu_threads_per_process", "1", "script",
     ]  # fmt: skip
     try:
-        options, config, has_precision = validate(launch.launch_command_parser().parse_args(words))
+        options, config, has_precision = validate(
+            launch.launch_command_parser().parse_args(words)
+        )
         options.num_machines = 1  # several are the launcher's work, not accelerate's
         options.main_process_port = 0
         if options.use_deepspeed:

@@ -18,7 +18,13 @@ from toolkit.launch.environment import Place, timeout_seconds
 from toolkit.launch.failure import exit_state, exit_with
 from toolkit.launch.heartbeat import Board, Failure
 from toolkit.launch.machines import name_machine
-from toolkit.launch.meet import exchange, facts_to_compare, meet, open_store, refuse_differences
+from toolkit.launch.meet import (
+    exchange,
+    facts_to_compare,
+    meet,
+    open_store,
+    refuse_differences,
+)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -43,7 +49,9 @@ class World:
 
         self.exchanges += 1
         store = PrefixStore(f"exchange {self.exchanges}", self.store)
-        return exchange(store, "rank", self.place.rank, self.place.world_size, value, purpose)
+        return exchange(
+            store, "rank", self.place.rank, self.place.world_size, value, purpose
+        )
 
 
 def join(place: Place, device: str) -> World:

@@ -44,12 +44,16 @@ def use_deepspeed(place: Place, device: str) -> bool:
         return False
     require_extra("this launch", "deepspeed")
     if is_set("ACCELERATE_USE_FSDP"):
-        raise UserError("this launch asks for DeepSpeed, and its config file for FSDP: use one")
+        raise UserError(
+            "this launch asks for DeepSpeed, and its config file for FSDP: use one"
+        )
     if file or not by_accelerate:  # otherwise the stage stands in the accelerate config
         path = find_file(file or DEFAULT_DEEPSPEED_CONFIG, sys.argv[0], "ds_configs")
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         os.environ[_CONFIG_FILE] = str(path)
-    if os.environ.get(_ACCUMULATION) == "auto":  # in its config; accelerate reads a number here
+    if (
+        os.environ.get(_ACCUMULATION) == "auto"
+    ):  # in its config; accelerate reads a number here
         del os.environ[_ACCUMULATION]
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(name, value)
@@ -58,7 +62,9 @@ def use_deepspeed(place: Place, device: str) -> bool:
         os.environ.setdefault("LOCAL_SIZE", str(place.local_world_size))
         # a kernel for its inference takes half a minute to compile, and a killed build leaves a
         # lock on which later runs hang
-        importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
+        importlib.import_module("deepspeed.ops").__compatible_ops__[
+            "deepspeed_shm_comm"
+        ] = False
     return True
 
 
@@ -72,7 +78,9 @@ def check_config() -> None:
     if not is_set("ACCELERATE_USE_FSDP"):
         return
     if os.environ.get("FSDP_VERSION", "1") != "2":
-        raise UserError("FSDP version 1 is not supported: set fsdp_version: 2 in the config file")
+        raise UserError(
+            "FSDP version 1 is not supported: set fsdp_version: 2 in the config file"
+        )
     # accelerate's default is one unit, gathered as a whole
     os.environ.setdefault("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP")
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"

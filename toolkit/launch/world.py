@@ -62,7 +62,9 @@ def _stop_with_launcher(place: Place) -> None:
     if place.launcher == "toolkit" or place.is_local:
         stop_with_parent()
     elif place.local_rank:
-        stop_with_parent(signal.SIGKILL)  # local rank 0 says which launcher it was (`ranks`)
+        stop_with_parent(
+            signal.SIGKILL
+        )  # local rank 0 says which launcher it was (`ranks`)
 
 
 def _set_threads(place: Place) -> None:
@@ -93,7 +95,9 @@ def _choose_device(place: Place) -> str:
 
     device = "cpu" if is_set("ACCELERATE_USE_CPU") else device_type()
     if device == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as DeepSpeed would find with a warning
+        os.environ.setdefault(
+            "DS_ACCELERATOR", "cpu"
+        )  # as DeepSpeed would find with a warning
     # for a further model the variables are torch's, no longer the scheduler's
     if exit_state.world is None and device == "cuda" and place.world_size > 1:
         _choose_gpu(place, torch.cuda.device_count())

@@ -29,7 +29,9 @@ def choose_attention(model: Any, attention: str | None) -> None:
         bigbird.stay_sparse(model)
 
 
-def _mask_without_check(*args: Any, attention_mask: Tensor | None = None, **options: Any) -> Any:
+def _mask_without_check(
+    *args: Any, attention_mask: Tensor | None = None, **options: Any
+) -> Any:
     """transformers' mask of `sdpa` attention. On a GPU, where it would synchronise, it does not
     check whether anything is masked: our batches have a mask only with padding."""
     if attention_mask is not None and attention_mask.device.type != "cpu":

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import set_seed  # transformers' own imports peft, which takes a second
+from accelerate.utils import (
+    set_seed,
+)  # transformers' own imports peft, which takes a second
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -70,11 +72,17 @@ def load_classifier(settings: ModelSettings, labels: Any, seed: int) -> Any:
     new = [*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])]
     # only a head and a pooler may be new
     prefix = f"{model.base_model_prefix}."
-    refuse_random(name, (key for key in new if key.startswith(prefix) and "pooler" not in key))
+    refuse_random(
+        name, (key for key in new if key.startswith(prefix) and "pooler" not in key)
+    )
     if all(key.startswith(prefix) for key in new):
-        log_on_rank_0(f"{name}: its classifier is {_fit_head(model, saved_names, labels, seed)}")
+        log_on_rank_0(
+            f"{name}: its classifier is {_fit_head(model, saved_names, labels, seed)}"
+        )
     elif loading["mismatched_keys"]:
-        log_on_rank_0(f"{name}: its classifier is new, as it had {len(saved_names)} classes")
+        log_on_rank_0(
+            f"{name}: its classifier is new, as it had {len(saved_names)} classes"
+        )
     _change_layers(model, settings, seed)
     configure(model, settings)
     read_first_token_only(model)
@@ -139,7 +147,9 @@ def from_pretrained(
         log_on_rank_0(
             f"{name}: the adapter beside the weights is not applied (`toolkit convert` merges one)"
         )
-    if attention and config.model_type != "big_bird":  # `choose_attention` installs a BigBird's
+    if (
+        attention and config.model_type != "big_bird"
+    ):  # `choose_attention` installs a BigBird's
         options["attn_implementation"] = attention
     with (
         explain_load_errors(name, attention) as path,
@@ -194,10 +204,16 @@ def freeze_unused(model: Any, **inputs: Any) -> None:
     """
     ids = torch.full((1, 8), 3)
     if model.config.is_encoder_decoder:
-        ids[0, -1] = model.config.eos_token_id  # BART's head reads the state of the last </s>
+        ids[0, -1] = (
+            model.config.eos_token_id
+        )  # BART's head reads the state of the last </s>
     training = model.training
     attention = model.config._attn_implementation
-    if attention not in (None, "sdpa", "eager"):  # on a CPU flash and flex attention do not work
+    if attention not in (
+        None,
+        "sdpa",
+        "eager",
+    ):  # on a CPU flash and flex attention do not work
         model.config._attn_implementation = "eager"
     model.eval()  # nothing is drawn, no layer is dropped, no running mean changes
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits

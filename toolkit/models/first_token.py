@@ -51,7 +51,9 @@ def _request_first_token(
 ) -> tuple[Any, dict[str, Any]] | None:
     """The classifier's forward pre-hook: adds the option if nothing reads the other positions."""
     config = model.config
-    asks_for_all = any(options.get(name) or getattr(config, name) for name in _OF_ALL_POSITIONS)
+    asks_for_all = any(
+        options.get(name) or getattr(config, name) for name in _OF_ALL_POSITIONS
+    )
     if asks_for_all or config._attn_implementation != "sdpa":
         return None
     layers = list(model.base_model.encoder.layer)
@@ -104,7 +106,11 @@ def _attend(
 ) -> Tensor:
     """BertSelfAttention for the first query: (B, 1, H) and (B, S, H) -> (B, 1, H)."""
     heads = (attention.num_attention_heads, attention.attention_head_size)
-    projected = (attention.query(first_states), attention.key(states), attention.value(states))
+    projected = (
+        attention.query(first_states),
+        attention.key(states),
+        attention.value(states),
+    )
     # (B, nh, 1, hs) and twice (B, nh, S, hs)
     query, key, value = (each.unflatten(-1, heads).transpose(1, 2) for each in projected)
     dropout = attention.dropout.p if attention.training else 0.0

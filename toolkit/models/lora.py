@@ -34,10 +34,14 @@ def add_lora(model: Any, settings: ModelSettings, new: Iterable[str] = ()) -> An
         lora_dropout=dropout,
         target_modules=target_modules(model, settings.lora_target_modules, fully_trained),
         # peft adds the other two
-        modules_to_save=[name for name in fully_trained if name not in ("classifier", "score")],
+        modules_to_save=[
+            name for name in fully_trained if name not in ("classifier", "score")
+        ],
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft uses an old name of transformers
+        warnings.simplefilter(
+            "ignore", FutureWarning
+        )  # peft uses an old name of transformers
         return peft.get_peft_model(model, config)
 
 
@@ -56,7 +60,9 @@ def fully_trained_modules(model: Any, new: Iterable[str]) -> list[str]:
     return [*heads, *sorted(poolers - set(heads))]
 
 
-def target_modules(model: Any, setting: str | None, fully_trained: Collection[str]) -> list[str]:
+def target_modules(
+    model: Any, setting: str | None, fully_trained: Collection[str]
+) -> list[str]:
     """Names for peft (suffixes of module paths): those of the setting, or peft's for this
     architecture, or those of all trainable linear layers of the encoder. Raises UserError for a
     wrong name."""
@@ -68,7 +74,9 @@ def target_modules(model: Any, setting: str | None, fully_trained: Collection[st
         return every
     if setting is None:
         usual = USUAL.get(model.config.model_type)
-        if isinstance(usual, list) and any(_ends(path, name) for path in linear for name in usual):
+        if isinstance(usual, list) and any(
+            _ends(path, name) for path in linear for name in usual
+        ):
             return list(usual)
         return every
     names = [part.strip() for part in setting.split(",")]

@@ -143,7 +143,9 @@ def _write_bigbird(name: str, bert_config: Any, folder: Path, sizes: SparseSizes
     _save_tokenizer(name, tokenizer, folder, sizes.max_length)
     make_readable(folder)
     heads = "MLM head kept" if has_mlm else "the BERT has no MLM head to keep"
-    dropped = sorted(key for key in {*unused, *weights} if not key.startswith(("bert.", _MLM)))
+    dropped = sorted(
+        key for key in {*unused, *weights} if not key.startswith(("bert.", _MLM))
+    )
     if dropped:
         heads += f"; dropped: {listing(dropped, 4)}"
     return heads
@@ -157,7 +159,9 @@ def _load_bert(name: str, config: Any) -> tuple[Any, dict[str, Tensor], set[str]
     )
     missing = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
     unused = set(loading["unexpected_keys"])
-    random = {key for key in missing if key.startswith("bert.") and not key.startswith(_POOLER)}
+    random = {
+        key for key in missing if key.startswith("bert.") and not key.startswith(_POOLER)
+    }
     lost = {key for key in unused if re.match(r"(bert\.)?(embeddings|encoder)\.", key)}
     refuse_random(name, random | lost)
     weights = {key: each for key, each in model.state_dict().items() if key not in missing}
@@ -230,7 +234,9 @@ def _check_kind(name: str, config: Any) -> None:
             "name), or a BigBird"
         )
     if config.is_decoder:
-        raise UserError(f"{name} is a decoder (is_decoder in its config.json): use an encoder")
+        raise UserError(
+            f"{name} is a decoder (is_decoder in its config.json): use an encoder"
+        )
 
 
 def _check_length(name: str, positions: int, sizes: SparseSizes) -> None:

@@ -59,10 +59,14 @@ def make_objective(
         objective = feature.objective(settings, objective, data)
     if terms.r_drop_alpha:
         if not _has_dropout(model):
-            _log(f"--r_drop_alpha {terms.r_drop_alpha}: no effect, since the model has no dropout")
+            _log(
+                f"--r_drop_alpha {terms.r_drop_alpha}: no effect, since the model has no dropout"
+            )
         objective = with_r_drop(objective, model, problem_type, terms.r_drop_alpha)
     if terms.fgm_epsilon:
-        objective = replace(objective, training=Adversarial(objective, model, terms.fgm_epsilon))
+        objective = replace(
+            objective, training=Adversarial(objective, model, terms.fgm_epsilon)
+        )
     return objective
 
 

@@ -63,7 +63,9 @@ class Adversarial:
         if embedded is None or len(embedded) != len(batch.inputs["input_ids"]):  # T5
             raise self._fault("does not embed a batch as (B, S, H)")
         loss = _SCALE * self.objective.losses(logits, batch.labels).sum()
-        (gradient,) = torch.autograd.grad(loss, embedded, retain_graph=True, allow_unused=True)
+        (gradient,) = torch.autograd.grad(
+            loss, embedded, retain_graph=True, allow_unused=True
+        )
         if gradient is None:
             raise UserError(
                 f"--fgm_epsilon {self.epsilon}: call the model for the logits of `objective(batch, "
@@ -103,5 +105,7 @@ def _norms(gradient: Tensor, token_samples: Tensor | None) -> Tensor:
         return gradient.flatten(1).norm(dim=1)[:, None, None]
     squares = gradient.square().sum(-1).flatten()
     samples = token_samples.flatten()
-    sums = torch.zeros_like(squares).index_add(0, samples, squares)  # fewer samples than tokens
+    sums = torch.zeros_like(squares).index_add(
+        0, samples, squares
+    )  # fewer samples than tokens
     return sums.sqrt()[token_samples][..., None]

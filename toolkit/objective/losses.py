@@ -30,7 +30,11 @@ class Objective:
 
     def __call__(self, batch: Batch, logits: Tensor) -> Tensor:
         """A micro-batch and its logits -> (B,) training losses."""
-        return self.training(batch, logits) if self.training else self.losses(logits, batch.labels)
+        return (
+            self.training(batch, logits)
+            if self.training
+            else self.losses(logits, batch.labels)
+        )
 
     def plus(self, term: Term) -> Objective:
         """This objective plus `term(batch, logits)`, (B,)."""
@@ -59,10 +63,14 @@ def sample_losses(
     """
     logits = logits.float()
     if problem_type == "single_label_classification":
-        losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)
+        losses = F.cross_entropy(
+            logits, labels, reduction="none", label_smoothing=label_smoothing
+        )
         return losses if focal_gamma is None else _focal(losses, focal_gamma)
     if problem_type == "multi_label_classification":
-        losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")  # (B, C)
+        losses = F.binary_cross_entropy_with_logits(
+            logits, labels, reduction="none"
+        )  # (B, C)
         if focal_gamma is not None:
             losses = _focal(losses, focal_gamma)
         if pos_weight is not None:

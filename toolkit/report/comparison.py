@@ -15,7 +15,13 @@ from toolkit.report.statistics import differences, intervals, scores_of
 from toolkit.report.templates import format_number
 from toolkit.training.resume import NOT_OF_TRAINING
 
-LOSS_SETTINGS = {"loss", "focal_gamma", "class_weights", "pos_weight", "label_smoothing_factor"}
+LOSS_SETTINGS = {
+    "loss",
+    "focal_gamma",
+    "class_weights",
+    "pos_weight",
+    "label_smoothing_factor",
+}
 """Settings that define the loss: losses of runs that differ in them cannot be compared."""
 LEGEND = (
     "In brackets: 95 % confidence intervals. Difference: from the best run, on the same rows; it "
@@ -36,7 +42,9 @@ class ComparedRun:
         last = self.record.last
         lines = list(self.record.predictions())
         if not lines:
-            fault = "its predictions.jsonl is not from a finished evaluation (was it killed?)"
+            fault = (
+                "its predictions.jsonl is not from a finished evaluation (was it killed?)"
+            )
             raise UserError(f"{folder}: {fault}: resume it until it ends")
         labels = data.get("labels", ())
         self.scores = scores_of(lines, self.record.problem_type, labels)
@@ -112,7 +120,9 @@ def _differing_settings(runs: Sequence[ComparedRun]) -> pd.DataFrame:
     return settings.loc[:, settings.nunique() > 1]
 
 
-def _table(runs: Sequence[ComparedRun], metric: str, settings: pd.DataFrame) -> pd.DataFrame:
+def _table(
+    runs: Sequence[ComparedRun], metric: str, settings: pd.DataFrame
+) -> pd.DataFrame:
     """Columns: the differing settings, the metrics, the difference from the best run's `metric`.
     One that does not follow from predictions.jsonl, as the loss, has no interval."""
     names = [run.name for run in runs]
@@ -120,7 +130,9 @@ def _table(runs: Sequence[ComparedRun], metric: str, settings: pd.DataFrame) -> 
     table = settings.loc[names]
     for run in runs:
         for name, value in run.values(metric).items():
-            table.loc[run.name, name] = _format({"value": value, **run.intervals.get(name, {})})
+            table.loc[run.name, name] = _format(
+                {"value": value, **run.intervals.get(name, {})}
+            )
     best, *others = runs
     for run in others:
         difference = intervals(differences(run.scores, best.scores)).get(metric)

@@ -46,7 +46,9 @@ def charts(record: Record) -> list[Chart]:
         losses[split] = values_of(evaluations, "loss")
         for name in results(evaluations[0]):
             if name != "loss":
-                drawn.append(draw_lines(f"{name} on {split}", {"": values_of(evaluations, name)}))
+                drawn.append(
+                    draw_lines(f"{name} on {split}", {"": values_of(evaluations, name)})
+                )
     of_steps = {
         "Learning rate": values_of(steps, "learning_rate"),
         "Gradient norm, before clipping": values_of(steps, "grad_norm"),

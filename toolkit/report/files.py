@@ -38,7 +38,9 @@ class RunFiles:
         self.path = path
         self.writes = accelerator.is_main_process
 
-    def write_config(self, settings: Any, data: dict[str, Any], sections: dict[str, Any]) -> None:
+    def write_config(
+        self, settings: Any, data: dict[str, Any], sections: dict[str, Any]
+    ) -> None:
         """`data`: what is known of the data; `sections`: further ones, or in the place of these."""
         config = {
             "settings": flat(settings),
@@ -80,7 +82,9 @@ class RunFiles:
 
     def append_evaluation(self, evaluation: Evaluation, step: int, **extra: Any) -> None:
         """Appends to eval.jsonl; `extra`: about an evaluation that is no result of the run."""
-        if self.writes and not extra:  # after a kill here there are none, rather than earlier ones
+        if (
+            self.writes and not extra
+        ):  # after a kill here there are none, rather than earlier ones
             (self.path / "predictions.jsonl").unlink(missing_ok=True)
         place = {"step": step, "split": evaluation.split}
         self.append("eval.jsonl", {**place, **extra, **evaluation.numbers})

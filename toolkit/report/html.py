@@ -91,7 +91,9 @@ def write_report(record: Record, texts: Sequence[str], name: str = "") -> None:
     for feature in features():
         part = feature.page(page)
         if part:
-            context["blocks"].append(render_blocks(part.template, {**context, **part.context}))
+            context["blocks"].append(
+                render_blocks(part.template, {**context, **part.context})
+            )
             context["links"] |= part.links
     write_atomically(record.folder / "report.html", [render("report.html", context)])
 
@@ -100,7 +102,9 @@ def _predictions(record: Record, texts: Sequence[str]) -> dict[str, Any]:
     """The template's variables about predictions.jsonl; it is read twice, as its probabilities may
     not fit into memory."""
     pairs = [(line["label"], line["prediction"]) for line in record.predictions()]
-    answered = [(label, prediction) for label, prediction in pairs if prediction is not None]
+    answered = [
+        (label, prediction) for label, prediction in pairs if prediction is not None
+    ]
     mistakes = _mistakes(record, texts)
     context: dict[str, Any] = {
         "num_samples": len(pairs),

@@ -54,7 +54,9 @@ class RunLog:
         now = time.monotonic()
         if metrics.step == self.total or now - self._printed > _LOG_EVERY_SECONDS:
             self._printed = now
-            launch.log_on_main(self.accelerator, self._progress(metrics, now - self._started))
+            launch.log_on_main(
+                self.accelerator, self._progress(metrics, now - self._started)
+            )
 
     def _progress(self, metrics: StepMetrics, seconds: float) -> str:
         seconds_left = seconds / (metrics.step - self.done) * (self.total - metrics.step)
@@ -85,7 +87,9 @@ class RunLog:
         self._for_trackers(lambda tracker: tracker.finish())
 
     def _track(self, group: str, numbers: Mapping[str, Any], step: int) -> None:
-        values = {f"{group}/{name}": value for name, value in numbers.items() if name != "step"}
+        values = {
+            f"{group}/{name}": value for name, value in numbers.items() if name != "step"
+        }
         self._for_trackers(lambda tracker: tracker.log(values, step=step))
 
     def _for_trackers(self, call: Callable[[Any], object]) -> None:
@@ -113,9 +117,13 @@ def tracker_names(report_to: str) -> list[str]:
     for name in names:
         if name not in TRACKERS:
             hint = did_you_mean(name, TRACKERS)
-            raise UserError(f"--report_to {name}{hint}: choose {', '.join(TRACKERS)} or none")
+            raise UserError(
+                f"--report_to {name}{hint}: choose {', '.join(TRACKERS)} or none"
+            )
         if not is_installed(name):
-            raise UserError(f"--report_to {name}: pip install {name}, or pass --report_to none")
+            raise UserError(
+                f"--report_to {name}: pip install {name}, or pass --report_to none"
+            )
     return names
 
 

@@ -15,7 +15,9 @@ def architecture(model_folder: Path) -> str:
     from toolkit.pretrained import quiet_transformers, whole_weights
 
     try:
-        config = transformers.AutoConfig.from_pretrained(model_folder, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(
+            model_folder, trust_remote_code=False
+        )
     except ValueError:  # the model type is not known
         return ""
     name = str((config.architectures or [""])[0])

@@ -32,7 +32,9 @@ class RecipeRuns:
         """`words`: the command line of all runs. Raises UserError for a missing recipe or an
         unknown setting."""
         if not Path(recipe).is_file() or Path(recipe).suffix != ".py":
-            raise UserError(f"there is no recipe {recipe}: name recipes/cls.py, for example")
+            raise UserError(
+                f"there is no recipe {recipe}: name recipes/cls.py, for example"
+            )
         self.recipe = recipe
         self.words = [word for word in words if word != "--"]
         self.folder = folder
@@ -65,7 +67,9 @@ class RecipeRuns:
                 yield
         except Timeout:
             remedy = "name another --output_dir, or stop that one"
-            raise UserError(f"another command is writing to {self.folder}: {remedy}") from None
+            raise UserError(
+                f"another command is writing to {self.folder}: {remedy}"
+            ) from None
 
     def command(self, settings: Mapping[str, Any]) -> list[str]:
         """The words after `python` of a run with these settings."""
@@ -106,7 +110,9 @@ class RecipeRuns:
         """The command, with the content of the files that it names: another makes another run."""
         words = self.command(settings)
         paths = [Path(word.rpartition("=")[2]) for word in words[1:]]
-        files = [f"# {path.name} {digest_of_file(path)}" for path in paths if path.is_file()]
+        files = [
+            f"# {path.name} {digest_of_file(path)}" for path in paths if path.is_file()
+        ]
         return " ".join([shlex.join(words), *files])
 
     def _record(self, name: str) -> dict[str, str]:

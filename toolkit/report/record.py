@@ -64,7 +64,11 @@ class Record:
     @property
     def training_evaluations(self) -> list[dict[str, Any]]:
         """The evaluations of the split that is evaluated during training."""
-        return [line for line in self.evaluations if line["split"] == self.evaluations[0]["split"]]
+        return [
+            line
+            for line in self.evaluations
+            if line["split"] == self.evaluations[0]["split"]
+        ]
 
     @property
     def best(self) -> Best:
@@ -91,7 +95,9 @@ class Record:
 
 def results(numbers: dict[str, Any]) -> dict[str, float | None]:
     """The metrics of an evaluation that are a single number; None: not finite."""
-    return {name: value for name, value in numbers.items() if isinstance(value, float | None)}
+    return {
+        name: value for name, value in numbers.items() if isinstance(value, float | None)
+    }
 
 
 def hub_name(name: str | None) -> str | None:

@@ -162,5 +162,7 @@ def class_lines(evaluation: Evaluation) -> list[str]:
     names = sorted(classes, key=lambda name: classes[name]["f1"])
     lines = []
     for name in names[:_MAX_CLASSES]:
-        lines.append(f"  F1 {classes[name]['f1']:.4f}  {name} (of {classes[name]['support']})")
+        lines.append(
+            f"  F1 {classes[name]['f1']:.4f}  {name} (of {classes[name]['support']})"
+        )
     return lines

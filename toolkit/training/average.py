@@ -30,7 +30,9 @@ class Average:
         states = self._optimizer.state
         # AdamW initializes an empty state: the average of a weight without any gradient so far is
         # the weight. SGD keeps no state
-        tensors = [tensor for tensor in self._trained if states.get(tensor)] or self._trained
+        tensors = [
+            tensor for tensor in self._trained if states.get(tensor)
+        ] or self._trained
         for tensor in tensors:
             if _KEY not in states[tensor]:
                 states[tensor][_KEY] = tensor.detach().clone()

@@ -41,7 +41,9 @@ def fit_batch_size(
     size = math.ceil(settings.global_batch_size / accelerator.num_processes)
     if accelerator.device.type != "cpu":
         trial = copy.deepcopy(model).train()
-        while size and not _fits(accelerator, trial, collate, settings.max_tokens_per_batch, size):
+        while size and not _fits(
+            accelerator, trial, collate, settings.max_tokens_per_batch, size
+        ):
             size //= 2
         del trial
         _free_memory()

@@ -13,7 +13,11 @@ import torch
 from accelerate.utils import gather_object
 
 from toolkit.checkpoint import folder as folders
-from toolkit.checkpoint.model_folder import lora_config, write_adapter_config, write_config_files
+from toolkit.checkpoint.model_folder import (
+    lora_config,
+    write_adapter_config,
+    write_config_files,
+)
 from toolkit.checkpoint.parameters import full_shape, tied_names
 from toolkit.checkpoint.safetensors_writer import Shapes
 from toolkit.checkpoint.state import LiveState
@@ -104,7 +108,9 @@ class Checkpoints:
     def _is_due(self, step: int, last: bool) -> bool:
         if self.steps.stop_signal:
             return True
-        is_last = last or step == self.steps.schedule.total_steps or self.best.patience_exhausted
+        is_last = (
+            last or step == self.steps.schedule.total_steps or self.best.patience_exhausted
+        )
         every = self.settings.checkpoint_every
         if every is None:
             return is_last and self.continues
@@ -151,7 +157,9 @@ class Checkpoints:
         than `facts`."""
         best_step = facts["best"]["step"]
         with explain_write_errors(folder, _AFTER_A_FAILURE):
-            folders.save(folder, tables, tensors, facts, partial(self._write_others, objects))
+            folders.save(
+                folder, tables, tensors, facts, partial(self._write_others, objects)
+            )
             folders.set_links(self.path, best_step)
             folders.prune(self.path, self.settings.keep_checkpoints, best_step)
 
@@ -177,7 +185,9 @@ class Checkpoints:
             "scheduler_steps": self.scheduler.scheduler.last_epoch,
             "loss_scale": scaler_state(accelerator, self.optimizer),
             "best": self.best.state(),
-            "lines": {name: self._count_lines(name) for name in ("metrics.jsonl", "eval.jsonl")},
+            "lines": {
+                name: self._count_lines(name) for name in ("metrics.jsonl", "eval.jsonl")
+            },
             "random": gather_object([random_states(accelerator.device)]),
             **self.facts,
         }
@@ -196,4 +206,6 @@ def _excluded(module: torch.nn.Module) -> dict[str, list[int]]:
     if lora_config(module) is None:
         return {}
     parameters = module.named_parameters()
-    return {name: list(full_shape(each)) for name, each in parameters if not each.requires_grad}
+    return {
+        name: list(full_shape(each)) for name, each in parameters if not each.requires_grad
+    }

@@ -15,7 +15,17 @@ from toolkit.training.verified import is_verified, strategy_name
 from toolkit.utils.modules import unwrapped
 
 ELEMENTWISE = {
-    "torch": {"Adadelta", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "SGD"},
+    "torch": {
+        "Adadelta",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "ASGD",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "SGD",
+    },
     "deepspeed": {"DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedAdam", "FusedLion"},
 }
 """Package -> its optimizers that compute the same from shards of parameters. (DeepSpeed replaces an
@@ -39,25 +49,39 @@ def check_before_prepare(accelerator: Accelerator, model: Any, optimizer: Any) -
     model trains, in fp32, and can compute their updates from this strategy's shards."""
     faults = Faults()
     names = {id(each): name for name, each in model.named_parameters()}
-    optimized = {id(each): each for group in optimizer.param_groups for each in group["params"]}
-    foreign = [str(tuple(each.shape)) for key, each in optimized.items() if key not in names]
+    optimized = {
+        id(each): each for group in optimizer.param_groups for each in group["params"]
+    }
+    foreign = [
+        str(tuple(each.shape)) for key, each in optimized.items() if key not in names
+    ]
     if foreign:
         what = f"the optimizer has parameters of shape {listing(foreign, 4)}, the model has not"
         faults.add(f"{what}: make them part of the model, or no checkpoint has them")
-    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    trained = [
+        (name, each) for name, each in model.named_parameters() if each.requires_grad
+    ]
     missing = [name for name, each in trained if id(each) not in optimized]
     if missing:
         remedy = "freeze parameters before you create it, and pass it all others"
         faults.add(f"the optimizer lacks {listing(missing, 4)}: {remedy}")
     half = [name for name, each in trained if each.dtype in HALF]
     if half:
-        faults.add(f"{listing(half, 4)}: 16 bits lose small updates: load the model in fp32")
+        faults.add(
+            f"{listing(half, 4)}: 16 bits lose small updates: load the model in fp32"
+        )
     if any("_orig_mod." in name for name in names.values()):
-        faults.add("torch.compile renames the model's weights: pass --torch_compile true instead")
+        faults.add(
+            "torch.compile renames the model's weights: pass --torch_compile true instead"
+        )
     kind = type(optimizer)
     strategy = strategy_name(accelerator)
     is_elementwise = kind.__name__ in ELEMENTWISE.get(kind.__module__.partition(".")[0], ())
-    if strategy not in ("single", "ddp") and not is_elementwise and not is_verified(strategy):
+    if (
+        strategy not in ("single", "ddp")
+        and not is_elementwise
+        and not is_verified(strategy)
+    ):
         what = f"{kind.__name__} may compute other updates from {strategy}'s shards of parameters"
         faults.add(f"{what}: launch with ddp, or run `toolkit verify` on this recipe first")
     faults.raise_if_any()
@@ -79,7 +103,9 @@ class LoopChecks:
         """`model`, `optimizer`: as `accelerator.prepare` returned them."""
         self._model = model
         items = unwrapped(model).named_parameters()
-        self._weights = [(name, each, each.requires_grad, each.dtype) for name, each in items]
+        self._weights = [
+            (name, each, each.requires_grad, each.dtype) for name, each in items
+        ]
         model.register_forward_pre_hook(lambda *_: self._count_forward())
         plain = unwrapped_optimizer(optimizer)
         plain.register_step_post_hook(lambda *_: self._calls.update(["update"]))
@@ -87,7 +113,9 @@ class LoopChecks:
     def _count_forward(self) -> None:
         self._calls["forward"] += 1
         if not self._step and unwrapped(self._model).training:
-            raise UserError("the model is evaluated with dropout: begin with `model.eval()`")
+            raise UserError(
+                "the model is evaluated with dropout: begin with `model.eval()`"
+            )
 
     def begin_step(self, number: int, model: Any) -> None:
         self._step = number
@@ -97,9 +125,13 @@ class LoopChecks:
         for name, each, trains, dtype in self._weights:
             if each.requires_grad is not trains or each.dtype != dtype:
                 remedy = "freeze or convert before the optimizer is created"
-                raise self._fault(f"requires_grad or the type of {name} has changed: {remedy}")
+                raise self._fault(
+                    f"requires_grad or the type of {name} has changed: {remedy}"
+                )
             if each.grad is not None and bool(each.grad.any()):
-                raise self._fault("it begins with old gradients: call `optimizer.zero_grad()`")
+                raise self._fault(
+                    "it begins with old gradients: call `optimizer.zero_grad()`"
+                )
 
     def check_losses(self, losses: torch.Tensor, samples: int) -> None:
         """Checks the losses (B,) of a micro-batch with `samples` samples."""
@@ -127,8 +159,12 @@ class LoopChecks:
 
     def end_step(self, number: int, expected: int) -> None:
         if not expected == self._calls["mean"] == self._calls["backward"]:
-            calls = f"{self._calls['mean']} means, {self._calls['backward']} backward passes"
-            raise UserError(f"step {number}: {calls} in {expected} micro-batches: make one each")
+            calls = (
+                f"{self._calls['mean']} means, {self._calls['backward']} backward passes"
+            )
+            raise UserError(
+                f"step {number}: {calls} in {expected} micro-batches: make one each"
+            )
         self._calls.clear()
         self._step = 0
 

@@ -41,7 +41,9 @@ class StepMetrics:
         return dict(**own, **logged)  # raises TypeError for a name twice
 
 
-def mean_by_name(by_rank: Sequence[Mapping[str, float]], denominator: float) -> dict[str, float]:
+def mean_by_name(
+    by_rank: Sequence[Mapping[str, float]], denominator: float
+) -> dict[str, float]:
     """Sums by name of each process -> means; NaN for a name that a process lacks."""
     means = {}
     for name in {name: None for sums in by_rank for name in sums}:

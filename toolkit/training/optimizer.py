@@ -26,7 +26,9 @@ _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 }
 
 
-def make_optimizer(model: torch.nn.Module, settings: TrainingSettings) -> torch.optim.Optimizer:
+def make_optimizer(
+    model: torch.nn.Module, settings: TrainingSettings
+) -> torch.optim.Optimizer:
     """Creates `--optimizer` for the parameters that require gradients. Raises UserError, or what
     the optimizer raises for its arguments."""
     kind = _optimizer_class(settings.optimizer)
@@ -34,7 +36,9 @@ def make_optimizer(model: torch.nn.Module, settings: TrainingSettings) -> torch.
     if kind is torch.optim.AdamW:
         arguments = {"fused": True, **arguments}
     rate = settings.learning_rate
-    groups = parameter_groups(model, settings.weight_decay, rate, settings.layerwise_lr_decay)
+    groups = parameter_groups(
+        model, settings.weight_decay, rate, settings.layerwise_lr_decay
+    )
     return kind(groups, lr=rate, **arguments)
 
 
@@ -55,7 +59,11 @@ def _arguments(text: str | None) -> dict[str, Any]:
     arguments = {}
     try:
         call = ast.parse(f"_({text or ''})", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
+        if (
+            not isinstance(call, ast.Call)
+            or call.args
+            or not isinstance(call.func, ast.Name)
+        ):
             raise ValueError("each argument needs a name")
         for word in call.keywords:
             arguments[str(word.arg)] = ast.literal_eval(word.value)
@@ -63,7 +71,9 @@ def _arguments(text: str | None) -> dict[str, Any]:
         hint = "write momentum=0.9,nesterov=True or betas=(0.9,0.95)"
         raise UserError(f"--optimizer_args {text}: {first_line(error)}; {hint}") from error
     if {"lr", "weight_decay"} & arguments.keys():
-        raise UserError(f"--optimizer_args {text}: use --learning_rate and --weight_decay instead")
+        raise UserError(
+            f"--optimizer_args {text}: use --learning_rate and --weight_decay instead"
+        )
     return arguments
 
 
@@ -117,18 +127,24 @@ def make_scheduler(
     schedule = own or _schedule_of_settings(settings, total_steps, plain)
     if getattr(schedule, "optimizer", None) is not plain:
         how = "scheduler = OneCycleLR(optimizer, ...); run.prepare(model, optimizer, scheduler)"
-        raise UserError(f"the scheduler is not one of the optimizer that `prepare` gets: {how}")
+        raise UserError(
+            f"the scheduler is not one of the optimizer that `prepare` gets: {how}"
+        )
     # with fp16's scaler accelerate replaces `optimizer.step` in each step, of which torch warns
     warnings.filterwarnings("ignore", message="Seems like `optimizer.step")
     # split_batches: one step, not one per process
     return AcceleratedScheduler(schedule, optimizer, split_batches=True)
 
 
-def _schedule_of_settings(settings: TrainingSettings, total_steps: int, optimizer: Any) -> Any:
+def _schedule_of_settings(
+    settings: TrainingSettings, total_steps: int, optimizer: Any
+) -> Any:
     warmup = settings.warmup_steps
     if warmup is None:
         warmup = math.ceil(total_steps * (settings.warmup_ratio or 0.0))
-    steps = max(total_steps, warmup + 1)  # polynomial divides by the steps after the warm-up
+    steps = max(
+        total_steps, warmup + 1
+    )  # polynomial divides by the steps after the warm-up
     return get_scheduler(settings.lr_scheduler_type, optimizer, warmup, steps)
 
 

@@ -20,7 +20,13 @@ from accelerate.utils import convert_outputs_to_fp32
 from toolkit.config import TrainingSettings
 from toolkit.launch.precision import autocast
 
-_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis", "was_stable")
+_SCALER_FIELDS = (
+    "cur_scale",
+    "cur_iter",
+    "last_overflow_iter",
+    "cur_hysteresis",
+    "was_stable",
+)
 
 
 def add_autocast(accelerator: Accelerator, model: torch.nn.Module) -> None:
@@ -44,14 +50,18 @@ def scaler_state(accelerator: Accelerator, optimizer: Any) -> dict[str, Any] | N
     """The state of fp16's loss scale; None if none is used."""
     scaler = _deepspeed_scaler(optimizer)
     if scaler is not None:
-        return {name: getattr(scaler, name) for name in _SCALER_FIELDS if hasattr(scaler, name)}
+        return {
+            name: getattr(scaler, name) for name in _SCALER_FIELDS if hasattr(scaler, name)
+        }
     if accelerator.scaler is None:
         return None
     state = accelerator.scaler.state_dict()
     return {"cur_scale": state["scale"], "torch": state} if state else None
 
 
-def set_scaler(accelerator: Accelerator, optimizer: Any, state: Mapping[str, Any] | None) -> None:
+def set_scaler(
+    accelerator: Accelerator, optimizer: Any, state: Mapping[str, Any] | None
+) -> None:
     """Restores the state of fp16's loss scale; under another strategy only the scale, and the rest
     adapts."""
     scaler = _deepspeed_scaler(optimizer)

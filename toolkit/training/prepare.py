@@ -39,13 +39,17 @@ def prepare_for_strategy(
     check_adapter(model)
     backend = accelerator.state.dynamo_plugin.backend
     if backend != DynamoBackend.NO:
-        fault = f"dynamo_backend: {backend.value} in the accelerate config renames the weights"
+        fault = (
+            f"dynamo_backend: {backend.value} in the accelerate config renames the weights"
+        )
         raise UserError(f"{fault}: remove it, and pass --torch_compile true")
     _make_contiguous(model)
     if settings.torch_compile:
         compile_layers(accelerator, model)
     accelerator.gradient_accumulation_steps = accumulation
-    if accelerator.scaler is not None:  # the schedule would count a step that a fused kernel skips
+    if (
+        accelerator.scaler is not None
+    ):  # the schedule would count a step that a fused kernel skips
         optimizer._step_supports_amp_scaling = False
     launch.explain_failures(memory.explain_without_batch)
     if accelerator.state.deepspeed_plugin:

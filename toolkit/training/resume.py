@@ -53,7 +53,9 @@ def choose_origin(resume: str, checkpoints: Path, facts: Mapping[str, Any]) -> P
         faults.append(fault)
         logger.warning(f"checkpoint {folder.name}: {fault}: skipped")
     if faults:
-        raise UserError(f"--resume {resume}: there is no whole checkpoint: {'; '.join(faults)}")
+        raise UserError(
+            f"--resume {resume}: there is no whole checkpoint: {'; '.join(faults)}"
+        )
     return None
 
 
@@ -63,7 +65,9 @@ def _named_checkpoints(resume: str, checkpoints: Path) -> list[Path]:
     if resume == "auto":
         return folders.newest_first(checkpoints)
     path = Path(resume).resolve()
-    return folders.newest_first(path / "checkpoints") or folders.newest_first(path) or [path]
+    return (
+        folders.newest_first(path / "checkpoints") or folders.newest_first(path) or [path]
+    )
 
 
 def identity_of(
@@ -164,7 +168,10 @@ def resume_from(
     set_schedule(checkpoints.scheduler, int(state["scheduler_steps"]))
     set_scaler(accelerator, checkpoints.optimizer, state["loss_scale"])
     steps.done = state["step"]
-    if (state["world"], state["device"]) == (accelerator.num_processes, accelerator.device.type):
+    if (state["world"], state["device"]) == (
+        accelerator.num_processes,
+        accelerator.device.type,
+    ):
         own_states = state["random"][accelerator.process_index]
         steps.set_randomness = partial(set_random_states, own_states)
     checkpoints.continues = folder.parent.resolve() == checkpoints.path.resolve()
@@ -194,7 +201,9 @@ def _changed_settings(
 
 
 def _refuse_finished_run(folder: Path, step: int, total: int, changes: list[str]) -> None:
-    fault = f"has taken {step} of {total} steps, and the changed settings would have no effect"
+    fault = (
+        f"has taken {step} of {total} steps, and the changed settings would have no effect"
+    )
     remedy = "raise --max_steps (or --num_train_epochs)"
     remedy += ", or pass another --output_dir or --overwrite_output_dir"
     raise UserError(f"{folder} {fault} ({'; '.join(changes)}): {remedy}")

@@ -93,7 +93,9 @@ def create_run_folder(
     elif content and (origin is None or origin.parent.resolve() != checkpoints.resolve()):
         fault = f"--output_dir {path} already contains a run ({', '.join(content)})"
         reason = f"--resume {settings.resume} continues from none of its checkpoints"
-        remedy = "pass another --output_dir, or --overwrite_output_dir to move that run aside"
+        remedy = (
+            "pass another --output_dir, or --overwrite_output_dir to move that run aside"
+        )
         raise UserError(f"{fault}, and {reason}: {remedy}")
     elif content:
         remove_drafts(path)  # of a killed process
@@ -117,7 +119,9 @@ def _create(path: Path) -> FileLock | None:
         lock.acquire()
     except Timeout:
         remedy = f"choose another folder, or stop that run (if it has ended, remove {path}/.lock)"
-        raise UserError(f"--output_dir {path}: another run is writing to it: {remedy}") from None
+        raise UserError(
+            f"--output_dir {path}: another run is writing to it: {remedy}"
+        ) from None
     except (OSError, NotImplementedError):
         return None  # a file system without locks, or a folder that cannot be written
     return lock
@@ -130,7 +134,9 @@ def _ended_early(path: Path) -> bool:
         is_run = "identity" in json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
         return False
-    has_ended = (path / "report.html").exists() or folders.newest_first(path / "checkpoints")
+    has_ended = (path / "report.html").exists() or folders.newest_first(
+        path / "checkpoints"
+    )
     return is_run and not has_ended
 
 

@@ -22,7 +22,9 @@ class Schedule:
 
 def make_schedule(settings: TrainingSettings, train: Split) -> Schedule:
     steps_per_epoch = math.ceil(len(train) / settings.global_batch_size)
-    total_steps = settings.max_steps or math.ceil(settings.num_train_epochs * steps_per_epoch)
+    total_steps = settings.max_steps or math.ceil(
+        settings.num_train_epochs * steps_per_epoch
+    )
     return Schedule(steps_per_epoch, total_steps, settings.eval_every or steps_per_epoch)
 
 

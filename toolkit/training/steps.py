@@ -202,7 +202,9 @@ class Steps:
         if settings.sync_each_batch is None:
             self.syncs_each_batch = accelerator.is_fsdp2
         modules = model.modules()
-        self.recomputes = any(getattr(part, "gradient_checkpointing", False) for part in modules)
+        self.recomputes = any(
+            getattr(part, "gradient_checkpointing", False) for part in modules
+        )
         self.checks = LoopChecks()
         self.checks.watch(model, optimizer)
         self.prefetcher = Prefetcher(accelerator.device)
@@ -249,7 +251,9 @@ class Steps:
     def _remaining(self) -> Iterator[Step]:
         train, settings, schedule = self.train, self.settings, self.schedule
         numbers = range(self.done, schedule.total_steps)
-        by_epoch = itertools.groupby(numbers, lambda number: number // schedule.steps_per_epoch)
+        by_epoch = itertools.groupby(
+            numbers, lambda number: number // schedule.steps_per_epoch
+        )
         for epoch, of_epoch in by_epoch:
             order = epoch_order(
                 train.lengths,
@@ -277,7 +281,9 @@ class Steps:
             self.accelerator.num_processes,
             self.settings.max_tokens_per_batch,
         )
-        return [partial(collate_padded, collate, some, max(1, len(some))) for some in samples]
+        return [
+            partial(collate_padded, collate, some, max(1, len(some))) for some in samples
+        ]
 
     def finish(self, step: Step) -> Iterator[StepMetrics]:
         """Yields the metrics of this step and of earlier steps, or nothing until the next gather
@@ -303,7 +309,9 @@ class Steps:
             self.checks.check_update(self.scheduler.scheduler.last_epoch - self._updates)
         self.checks.end_step(step.number, len(step.collations))
         if step.grad_norm is None:
-            how = "step.grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)"
+            how = (
+                "step.grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)"
+            )
             raise UserError(f"step {step.number}: set `{how}` after the micro-batches")
 
     def flush(self) -> Iterator[StepMetrics]:
@@ -369,7 +377,9 @@ class Steps:
             what = f"the loss of rows {listing(row + 1 for row in rows)} is"
         numbers = f"loss {metrics.loss}, gradient norm {metrics.grad_norm}"
         rate = f"lower --learning_rate (now {metrics.learning_rate:.3g})"
-        remedy = f"check those texts and labels, {rate}, or use --mixed_precision bf16 or no"
+        remedy = (
+            f"check those texts and labels, {rate}, or use --mixed_precision bf16 or no"
+        )
         raise UserError(f"step {step.number}: {what} not finite ({numbers}): {remedy}")
 
     def _broadcast_buffers(self) -> None:

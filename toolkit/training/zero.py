@@ -90,7 +90,9 @@ def _set_config(
     dtype = reduction_dtype(accelerator, settings)
     if dtype:
         values["communication_data_type"] = dtype
-    replaced = [name for name in values if config.get(name, "auto") not in ("auto", values[name])]
+    replaced = [
+        name for name in values if config.get(name, "auto") not in ("auto", values[name])
+    ]
     if replaced:
         line = f"the settings replace {', '.join(replaced)} of the DeepSpeed config"
         log_on_main(accelerator, line)
@@ -114,7 +116,9 @@ class ReduceOnce(DeepSpeedEngineWrapper):
         self._step = contextlib.ExitStack()
         require(engine, "coalesce_grad_reduction", "deepspeed")
 
-    def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **options: Any) -> None:
+    def backward(
+        self, loss: torch.Tensor, sync_gradients: bool = True, **options: Any
+    ) -> None:
         engine = self.engine
         if not sync_gradients and not engine.inside_no_sync_ctxt:
             self._step.enter_context(engine.coalesce_grad_reduction())
@@ -122,7 +126,9 @@ class ReduceOnce(DeepSpeedEngineWrapper):
         engine.backward(loss, **options)
         if sync_gradients:
             self._step.close()  # reduces
-            engine.set_gradient_accumulation_boundary(True)  # leaving the block has reset it
+            engine.set_gradient_accumulation_boundary(
+                True
+            )  # leaving the block has reset it
             engine.step()
 
 

@@ -65,7 +65,9 @@ def stop_with_parent(number: int = signal.SIGTERM) -> None:
 
 def _begin() -> None:
     """In the child: no core files of those that `_abort` ends."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    resource.setrlimit(
+        resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1])
+    )
     stop_with_parent()
 
 

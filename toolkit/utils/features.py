@@ -55,7 +55,9 @@ class Feature:
     """The hooks, which do nothing by default. A feature looks at its settings by itself, and does
     nothing if it is off. In a run all processes call `data`, `model`, `best_model`, `results`."""
 
-    def __init__(self, *commands: Command, recipes: Mapping[str, type] | None = None) -> None:
+    def __init__(
+        self, *commands: Command, recipes: Mapping[str, type] | None = None
+    ) -> None:
         """`commands`: the feature's `toolkit` commands. `recipes`: its recipes, name -> class of
         settings."""
         self.commands = commands
@@ -122,5 +124,7 @@ def features() -> list[Feature]:
 def _installed() -> tuple[Feature, ...]:
     folders = importlib.import_module("toolkit.features").__path__
     names = sorted(module.name for module in pkgutil.iter_modules(folders) if module.ispkg)
-    modules = [importlib.import_module(f"toolkit.features.{name}.feature") for name in names]
+    modules = [
+        importlib.import_module(f"toolkit.features.{name}.feature") for name in names
+    ]
     return tuple(module.FEATURE for module in modules)

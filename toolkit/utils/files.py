@@ -131,7 +131,9 @@ def remove_drafts(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def explain_write_errors(path: Path, state: str = "nothing was left behind") -> Iterator[None]:
+def explain_write_errors(
+    path: Path, state: str = "nothing was left behind"
+) -> Iterator[None]:
     """Turns a disk error of the block, which writes `path`, into a UserError; `state` says what is
     at `path` then."""
     try:
@@ -187,7 +189,9 @@ def templates() -> Path:
 class _PlainLoader(yaml.SafeLoader):
     """Rejects duplicate keys, of which YAML silently drops the first."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(
+        self, node: yaml.MappingNode, deep: bool = False
+    ) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
@@ -202,4 +206,6 @@ def read_yaml(path: Path) -> Any:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+        raise UserError(
+            f"{path} is not valid YAML: {' '.join(str(error).split())}"
+        ) from error

@@ -35,7 +35,9 @@ def configure() -> None:
 def add_handler() -> None:
     logger.addHandler(logging.StreamHandler(_StandardError()))
     logger.setLevel(logging.INFO)
-    logger.propagate = False  # `logging.info` of a library adds a root handler: lines printed twice
+    logger.propagate = (
+        False  # `logging.info` of a library adds a root handler: lines printed twice
+    )
 
 
 def log_on_rank_0(line: str) -> None:

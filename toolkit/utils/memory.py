@@ -75,7 +75,9 @@ def explain_without_batch(error: Exception) -> str | None:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation has failed, in Python, numpy, torch, a driver or the system."""
     torch = sys.modules.get("torch")
-    if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
+    if isinstance(error, MemoryError) or (
+        torch and isinstance(error, torch.OutOfMemoryError)
+    ):
         return True
     return isinstance(error, _ERRORS) and _MESSAGES.search(str(error)) is not None
 
@@ -126,5 +128,7 @@ def machine_memory() -> int:
     import psutil
 
     size = psutil.virtual_memory().total
-    limit = _CONTAINER_LIMIT.read_text(encoding="ascii") if _CONTAINER_LIMIT.is_file() else ""
+    limit = (
+        _CONTAINER_LIMIT.read_text(encoding="ascii") if _CONTAINER_LIMIT.is_file() else ""
+    )
     return min(size, int(limit)) if limit.strip().isdigit() else size

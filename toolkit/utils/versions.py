@@ -22,7 +22,10 @@ _ROOT = Path(__file__).resolve().parent.parent  # the package
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
     """Name -> version of this toolkit, Python and the packages; None if not installed."""
-    installed: dict[str, str | None] = {"toolkit": __version__, "python": sys.version.split()[0]}
+    installed: dict[str, str | None] = {
+        "toolkit": __version__,
+        "python": sys.version.split()[0],
+    }
     for name in packages:
         try:
             installed[name] = importlib.metadata.version(name)
@@ -61,7 +64,9 @@ def _is_older(version: str, specifier: Any) -> bool:
 def comparable_versions(script: str | Path | None = None) -> dict[str, str | None]:
     """Name -> version for a comparison between machines; `script`, the recipe, counts as code."""
     values = versions(ALL_PACKAGES)
-    values["python"] = str(values["python"]).rpartition(".")[0]  # patch releases are compatible
+    values["python"] = str(values["python"]).rpartition(".")[
+        0
+    ]  # patch releases are compatible
     values["code"] = code_digest(script)
     return values
 
@@ -83,6 +88,8 @@ def describe_differences(tables: Sequence[Table]) -> str:
     for name, value in first.items():
         for host, values in tables[1:]:
             if str(values.get(name)) != str(value):
-                texts.append(f"{name} is {value} on {first_host} and {values.get(name)} on {host}")
+                texts.append(
+                    f"{name} is {value} on {first_host} and {values.get(name)} on {host}"
+                )
                 break
     return listing(texts, 6)

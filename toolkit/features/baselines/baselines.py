@@ -34,7 +34,11 @@ _ITERATIONS = 40
 
 
 def write_baselines(
-    folder: Path, train: Split | None, split: Split, logits: np.ndarray, answers: ClassAnswers
+    folder: Path,
+    train: Split | None,
+    split: Split,
+    logits: np.ndarray,
+    answers: ClassAnswers,
 ) -> list[str]:
     """Writes `folder`/baselines.json and returns the lines to print; as `baselines`."""
     if answers.labels.problem_type == REGRESSION:
@@ -50,7 +54,10 @@ def read_baselines(folder: Path, last: Evaluation) -> dict[str, Any] | None:
     if not (folder / FILE).is_file():
         return None
     content = dict(json.loads((folder / FILE).read_text(encoding="utf-8")))
-    if content["split"] != last.split or content["num_samples"] != last.numbers["num_samples"]:
+    if (
+        content["split"] != last.split
+        or content["num_samples"] != last.numbers["num_samples"]
+    ):
         return None
     return content
 

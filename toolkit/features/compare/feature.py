@@ -10,7 +10,9 @@ from toolkit.utils.features import Command, Feature
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
     parser.add_argument(
-        "--output", metavar="FILE.html", help="also write a page with the curves of all runs"
+        "--output",
+        metavar="FILE.html",
+        help="also write a page with the curves of all runs",
     )
 
 

@@ -60,14 +60,22 @@ def attend(
     is_faster = _is_faster(states, attention_mask, dropout, dtype)
     if needs_causal_mask or has_position_bias or not is_faster:
         return sdpa_attention_forward(
-            module, *states, attention_mask, dropout, scaling, is_causal=is_causal, **options
+            module,
+            *states,
+            attention_mask,
+            dropout,
+            scaling,
+            is_causal=is_causal,
+            **options,
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     bias = None
     if attention_mask is not None:
         bias = _bias_of(attention_mask).expand(*query.shape[:3], key.shape[2])
     with torch.autocast("cpu", enabled=False):
-        context = _Attention.apply(*(each.to(dtype) for each in states), bias, dropout, scale)
+        context = _Attention.apply(
+            *(each.to(dtype) for each in states), bias, dropout, scale
+        )
     return context.transpose(1, 2).contiguous(), None
 
 

@@ -39,7 +39,9 @@ class Decisions(ClassAnswers):
         return super().probabilities(logits / np.float32(self.temperature))
 
     def adjust_logits(self, logits: np.ndarray) -> np.ndarray:
-        thresholds = np.array([self.thresholds.get(name, 0.5) for name in self.labels.names])
+        thresholds = np.array(
+            [self.thresholds.get(name, 0.5) for name in self.labels.names]
+        )
         offsets = np.log(thresholds / (1 - thresholds)).astype(np.float32)  # (C,)
         return logits / np.float32(self.temperature) - offsets
 
@@ -53,7 +55,9 @@ class Decisions(ClassAnswers):
             "abstain_below": self.abstain_below,
         }
 
-    def evaluation(self, evaluation: Evaluation, compute_metrics: ComputeMetrics) -> Evaluation:
+    def evaluation(
+        self, evaluation: Evaluation, compute_metrics: ComputeMetrics
+    ) -> Evaluation:
         """Replaces metrics and predictions by those of these decisions; on the main process.
 
         Adds `decisions`: metrics and calibration error without (`before`) and with them (`after`),
@@ -98,7 +102,9 @@ class Decisions(ClassAnswers):
         if self.abstain_below is not None:
             answered = f"{effect['answered']} of {evaluation.numbers['num_samples']} rows"
             accuracy = effect["accuracy_of_answered"]
-            lines.append(f"  {answered} have an answer; the accuracy of these is {accuracy}")
+            lines.append(
+                f"  {answered} have an answer; the accuracy of these is {accuracy}"
+            )
         return lines
 
 
@@ -131,7 +137,9 @@ def saved_decisions(model: str, labels: Labels) -> Decisions | None:
     try:
         file = _File.model_validate_json(Path(path).read_bytes())
         if file.labels != list(labels.names):
-            raise UserError(f"it is for {listing(file.labels)}, not {listing(labels.names)}")
+            raise UserError(
+                f"it is for {listing(file.labels)}, not {listing(labels.names)}"
+            )
         unknown = file.thresholds.keys() - labels.names
         if unknown:
             raise UserError(f"thresholds of unknown labels: {listing(unknown)}")

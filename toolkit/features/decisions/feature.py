@@ -38,14 +38,20 @@ class DecisionSettings:
 
     @property
     def any(self) -> bool:
-        return bool(self.tune_thresholds or self.calibrate or self.abstain_below is not None)
+        return bool(
+            self.tune_thresholds or self.calibrate or self.abstain_below is not None
+        )
 
 
 class DecisionsFeature(Feature):
     """Decisions, tuned on the validation rows with the best model."""
 
     def settings(self, settings_class: type) -> Mapping[str, type]:
-        return {"decisions": DecisionSettings} if issubclass(settings_class, TaskSettings) else {}
+        return (
+            {"decisions": DecisionSettings}
+            if issubclass(settings_class, TaskSettings)
+            else {}
+        )
 
     def data(self, settings: Any, data: Any, tokenizer: Any, accelerator: Any) -> Any:
         decisions = section_in(settings, DecisionSettings)

@@ -40,7 +40,9 @@ def check(settings: DecisionSettings, labels: Labels) -> None:
     if positive is not None and not (two_classes and positive in labels.names):
         near = did_you_mean(positive, labels.names)
         names = listing(labels.names)
-        raise UserError(f"--positive_class {positive}{near}: name one of two classes: {names}")
+        raise UserError(
+            f"--positive_class {positive}{near}: name one of two classes: {names}"
+        )
 
 
 def tune_and_save(
@@ -91,7 +93,9 @@ def tune(
         # in float64, so that a threshold fits between any two scores
         scaled = logits.astype(np.float64) / temperature
         for name, scores, truth in _binary(settings, labels, scaled, split.labels):
-            thresholds[name] = best_threshold(truth, expit(scores), settings.tune_thresholds)
+            thresholds[name] = best_threshold(
+                truth, expit(scores), settings.tune_thresholds
+            )
             with_it = truth.sum()
             if min(with_it, len(truth) - with_it) < _FEW_ROWS:
                 why = f"fewer than {_FEW_ROWS} validation rows are with or without it"

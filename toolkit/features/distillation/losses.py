@@ -20,7 +20,9 @@ def with_teacher(
     `batch.columns`."""
 
     def losses(batch: Batch, logits: Tensor) -> Tensor:
-        distances = distillation_losses(logits, batch.columns["teacher"], problem_type, temperature)
+        distances = distillation_losses(
+            logits, batch.columns["teacher"], problem_type, temperature
+        )
         return (1 - alpha) * objective(batch, logits) + alpha * distances
 
     return replace(objective, training=losses)

@@ -55,14 +55,19 @@ def add_teacher_logits(
     order = _order_of_classes(labels, data.labels, name)
     rows = hashlib.sha256(data.train.rows.tobytes()).hexdigest()
     precision = accelerator.mixed_precision
-    digest = digest_of_text(f"{model_digest(name)} {data.digest} {rows} {precision} {order}")
+    digest = digest_of_text(
+        f"{model_digest(name)} {data.digest} {rows} {precision} {order}"
+    )
     logits = np.zeros((0, 0), np.float32)
     if not all(gather_object([(cache_folder() / "teachers" / digest).is_dir()])):
         rows_of = f"{len(data.train)} training rows, once"
         launch.log_on_main(accelerator, f"computing the outputs of {name} for {rows_of}")
         teacher = ClassAnswers(labels).load(model).to(accelerator.device)
         logits = _logits(accelerator, teacher, data.train, tokenizer, settings)[:, order]
-    with cached_folder("teachers", digest, accelerator, f"{name} as teacher") as (folder, draft):
+    with cached_folder("teachers", digest, accelerator, f"{name} as teacher") as (
+        folder,
+        draft,
+    ):
         if draft:
             np.save(draft / _FILE, logits)
     columns = data.train.columns | {"teacher": np.load(folder / _FILE, mmap_mode="r")}
@@ -78,7 +83,9 @@ def _logits(
     settings: TaskSettings,
 ) -> np.ndarray:
     """(N, C) float32, in the order of the split, on every rank."""
-    training = settings.training.limit_tokens(accelerator.device.type, int(train.lengths.max()))
+    training = settings.training.limit_tokens(
+        accelerator.device.type, int(train.lengths.max())
+    )
     size = training.per_device_eval_batch_size or 32
     split = replace(train, buckets=LengthBuckets.of_model(teacher.config))
     with autocast(accelerator):
@@ -99,7 +106,9 @@ def _logits(
 
 def _order_of_classes(teacher: Labels, labels: Labels, name: str) -> list[int]:
     """The index of the teacher's output for each class of the data."""
-    if teacher.problem_type != labels.problem_type or set(teacher.names) != set(labels.names):
+    if teacher.problem_type != labels.problem_type or set(teacher.names) != set(
+        labels.names
+    ):
         raise UserError(
             f"--teacher {name} has {listing(teacher.names)} ({teacher.problem_type}), and the data "
             f"have {listing(labels.names)} ({labels.problem_type}): fine-tune it on these, or "
@@ -108,7 +117,9 @@ def _order_of_classes(teacher: Labels, labels: Labels, name: str) -> list[int]:
     return [teacher.names.index(each) for each in labels.names]
 
 
-def _require_same_tokens(config: Any, teacher_tokenizer: Any, data: Data, tokenizer: Any) -> None:
+def _require_same_tokens(
+    config: Any, teacher_tokenizer: Any, data: Data, tokenizer: Any
+) -> None:
     """Raises UserError for a teacher that would read other tokens than the student's, or fewer: it
     gets the student's."""
     reads_types = "token_type_ids" in teacher_tokenizer.model_input_names
@@ -120,4 +131,6 @@ def _require_same_tokens(config: Any, teacher_tokenizer: Any, data: Data, tokeni
             "student with the teacher's tokenizer (the teacher's base model with "
             "--num_hidden_layers 3, say)"
         )
-    choose_max_length(data.max_length, teacher_tokenizer, config, data.text_pair is not None)
+    choose_max_length(
+        data.max_length, teacher_tokenizer, config, data.text_pair is not None
+    )

@@ -9,12 +9,26 @@ from toolkit.utils.features import Command, Feature
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--main_process_ip", metavar="ADDRESS", help="the first machine's, to check several")
-    add("--num_machines", type=int, default=2, metavar="N", help="how many there are then [2]")
+    add(
+        "--main_process_ip", metavar="ADDRESS", help="the first machine's, to check several"
+    )
+    add(
+        "--num_machines",
+        type=int,
+        default=2,
+        metavar="N",
+        help="how many there are then [2]",
+    )
     add("--machine_rank", metavar="N", help="which this one is; of two it is known")
     add("--main_process_port", metavar="PORT", help="the first machine's [29600]")
     add("--output_dir", default="runs", help="where a run would write [runs]")
-    add("--timeout", type=float, default=30, metavar="SECONDS", help="to wait for the others [30]")
+    add(
+        "--timeout",
+        type=float,
+        default=30,
+        metavar="SECONDS",
+        help="to wait for the others [30]",
+    )
 
 
 FEATURE = Feature(

@@ -65,10 +65,14 @@ def check_gpus() -> Iterator[Finding]:
         yield Finding("torch", "ok", f"{version}, sees {visible} GPUs")
     elif not num_gpus:
         device = torch.accelerator.current_accelerator() or "CPUs"
-        yield Finding("torch", "note", f"torch {torch.__version__}, no NVIDIA GPU: uses {device}")
+        yield Finding(
+            "torch", "note", f"torch {torch.__version__}, no NVIDIA GPU: uses {device}"
+        )
     else:
         text = f"{version}, sees no GPU of {num_gpus}: {reasons}"
-        yield Finding("torch", "FAIL", text, _remedy_for_no_gpu(torch.version.cuda, reasons))
+        yield Finding(
+            "torch", "FAIL", text, _remedy_for_no_gpu(torch.version.cuda, reasons)
+        )
     for index in range(visible):
         yield _check_gpu(index)
 
@@ -94,7 +98,9 @@ def _check_gpu(index: int) -> Finding:
     except RuntimeError as error:
         remedy = "nvidia-smi"
         if "no kernel image" in str(error):
-            remedy = "a build of the same torch for an older CUDA (12.6 has V100; pytorch.org)"
+            remedy = (
+                "a build of the same torch for an older CUDA (12.6 has V100; pytorch.org)"
+            )
         return Finding(f"gpu {index}", "FAIL", f"{name}: {first_line(error)}", remedy)
     used = total - free
     text = f"{name}, {size_text(used)} of {size_text(total)} in use"
@@ -115,7 +121,9 @@ def check_shared_memory() -> Iterator[Finding]:
         yield Finding("shared memory", "ok", text)
         return
     text += ": NCCL and data loaders may fail with a bus error"
-    yield Finding("shared memory", "warn", text, "`docker run --shm-size=8g ...` (or --ipc=host)")
+    yield Finding(
+        "shared memory", "warn", text, "`docker run --shm-size=8g ...` (or --ipc=host)"
+    )
 
 
 def check_disk(output: Path) -> Finding:

@@ -35,7 +35,9 @@ def check(machines: Machines, timeout: float) -> Iterator[Finding]:
         yield Finding("machines", "FAIL", str(error))
         return
     hosts = ", ".join(printable(host, 100) for host in names)
-    yield Finding("machines", "ok", f"{hosts} found each other, with the same libraries and code")
+    yield Finding(
+        "machines", "ok", f"{hosts} found each other, with the same libraries and code"
+    )
     try:
         measure = partial(_measure, store, machines, backend)
         gbits = call_with_timeout(2 * _REDUCE_SECONDS, measure)
@@ -47,7 +49,9 @@ def check(machines: Machines, timeout: float) -> Iterator[Finding]:
     if gbits >= _SLOW_GBITS:
         yield Finding(backend, "ok", text)
     else:
-        remedy = "another interface: `export NCCL_SOCKET_IFNAME=NAME GLOO_SOCKET_IFNAME=NAME`"
+        remedy = (
+            "another interface: `export NCCL_SOCKET_IFNAME=NAME GLOO_SOCKET_IFNAME=NAME`"
+        )
         yield Finding(backend, "warn", text, f"{remedy} on all machines")
 
 
@@ -76,7 +80,9 @@ def _measure(store: Any, machines: Machines, backend: str) -> float:
         seconds.append(time.perf_counter() - started)
         expected = world * (world + 1) / 2
         if total != expected:
-            raise ArithmeticError(f"the sum over {world} machines is {total}, not {expected}")
+            raise ArithmeticError(
+                f"the sum over {world} machines is {total}, not {expected}"
+            )
     distributed.barrier()
     sent = 2 * (world - 1) / world * _BYTES
     return 8 * sent / min(seconds) / 1e9

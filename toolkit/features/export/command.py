@@ -61,7 +61,9 @@ def export(options: Namespace) -> None:
             raise UserError(f"{out} was not written: {result}; {remedy}")
         precision = "int8" if options.int8 else "float32"
         with (draft / "README.md").open("a", encoding="utf-8") as card:
-            card.write(f"\n## Exported\n\nThe model above in {precision} for {options.to}. ")
+            card.write(
+                f"\n## Exported\n\nThe model above in {precision} for {options.to}. "
+            )
             card.write(f"Compared with torch: {result}.\n")
     print(f"{result}\nwrote {out}: toolkit predict {out} FILE")
 
@@ -70,7 +72,9 @@ def _open_model(name: str) -> tuple[SavedModel, ClassAnswers]:
     """Raises UserError for a model that cannot be exported."""
     saved = SavedModel(name)
     if not isinstance(saved.answers, ClassAnswers):
-        raise UserError(f"{name} writes titles: toolkit export takes classifiers and regressions")
+        raise UserError(
+            f"{name} writes titles: toolkit export takes classifiers and regressions"
+        )
     if LengthBuckets.of_model(saved.config):
         why = "which neither OpenVINO nor ONNX Runtime has: toolkit predict computes it with torch"
         raise UserError(f"{name} is a BigBird with block-sparse attention, {why}")
@@ -87,7 +91,9 @@ def _cached_splits(saved: SavedModel, name: str) -> dict[str, Split]:
     if not folder.is_dir():
         remedy = "`toolkit prepare` with the run's settings makes them again"
         raise UserError(f"this machine's cache has no tokens of {name}'s run: {remedy}")
-    return {split: load_split(folder, split, saved.config) for split in ("train", "validation")}
+    return {
+        split: load_split(folder, split, saved.config) for split in ("train", "validation")
+    }
 
 
 def compare(
@@ -111,5 +117,7 @@ def compare(
         changed = 100 * float(differs.mean())
     of_torch = classification_metrics(before, split.labels, labels)[metric]
     of_export = classification_metrics(after, split.labels, labels)[metric]
-    result = f"{metric} {of_export:.4f} (torch {of_torch:.4f}), {100 - changed:.2f} % {same}"
+    result = (
+        f"{metric} {of_export:.4f} (torch {of_torch:.4f}), {100 - changed:.2f} % {same}"
+    )
     return changed, f"{result}, on {len(split)} rows of {split.name}"

@@ -24,7 +24,9 @@ _SMOOTHING = 0.8
 predictions, with 0.8 99.4 %."""
 
 
-def convert(model: Any, tokenizer: Any, folder: Path, kind: str, calibration: Split | None) -> None:
+def convert(
+    model: Any, tokenizer: Any, folder: Path, kind: str, calibration: Split | None
+) -> None:
     """Writes the graph of `kind` (openvino, onnx), in 8 bits with `calibration` texts.
 
     Raises what the converters raise.
@@ -59,7 +61,9 @@ class _LogitsOnly(torch.nn.Module):
         self.eval()  # the exporter sets the model to its wrapper's mode
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.model(**dict(zip(self.names, tensors, strict=True))).logits
+        logits: torch.Tensor = self.model(
+            **dict(zip(self.names, tensors, strict=True))
+        ).logits
         return logits
 
 
@@ -75,7 +79,9 @@ def _texts(split: Split, tokenizer: Any, names: list[str]) -> list[dict[str, np.
     return texts
 
 
-def _to_openvino(module: _LogitsOnly, file: Path, texts: list[dict[str, np.ndarray]]) -> None:
+def _to_openvino(
+    module: _LogitsOnly, file: Path, texts: list[dict[str, np.ndarray]]
+) -> None:
     import openvino
 
     shapes = [openvino.PartialShape([-1, -1])] * len(module.names)
@@ -118,5 +124,7 @@ def _to_int8(graph: Any, texts: list[dict[str, np.ndarray]]) -> Any:
         nncf.Dataset(texts),
         model_type=nncf.ModelType.TRANSFORMER,
         subset_size=len(texts),
-        advanced_parameters=advanced.AdvancedQuantizationParameters(smooth_quant_alphas=smoothing),
+        advanced_parameters=advanced.AdvancedQuantizationParameters(
+            smooth_quant_alphas=smoothing
+        ),
     )

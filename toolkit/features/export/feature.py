@@ -14,8 +14,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", help="the model folder of a classifier's run")
     add("out", help="the folder to create")
     add("--to", choices=("openvino", "onnx"), required=True, help="the runtime")
-    add("--int8", action="store_true", help="8 bits, calibrated on the run's training texts")
-    changed = "how many of 100 answers may change; regression: %% of unexplained variance [2]"
+    add(
+        "--int8", action="store_true", help="8 bits, calibrated on the run's training texts"
+    )
+    changed = (
+        "how many of 100 answers may change; regression: %% of unexplained variance [2]"
+    )
     add("--max_changed", type=float, default=2.0, metavar="PERCENT", help=changed)
 
 

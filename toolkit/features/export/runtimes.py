@@ -96,7 +96,9 @@ def _onnxruntime(path: Path) -> tuple[list[str], Compute]:
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        path, options, providers=["CPUExecutionProvider"]
+    )
 
     def compute(arrays: dict[str, np.ndarray]) -> np.ndarray:
         logits: np.ndarray = session.run(["logits"], arrays)[0]

@@ -39,11 +39,15 @@ def run(options: argparse.Namespace, words: list[str]) -> None:
         remedy = "write a data set of the hub to a file (`to_parquet` of `datasets`)"
         raise UserError(f"toolkit folds needs --train_file FILE: {remedy}")
     if settings.get("test_file"):
-        raise UserError("toolkit folds evaluates the rows of each fold: leave out --test_file")
+        raise UserError(
+            "toolkit folds evaluates the rows of each fold: leave out --test_file"
+        )
     table = read_file(settings["train_file"], reading_settings(options))
     _refuse_trained_models(settings, table)
     labels = require_columns(table, settings.get("label_column"), "label_column", USUAL)
-    columns = find_texts(table, settings.get("text_column"), settings.get("text_pair"), labels)
+    columns = find_texts(
+        table, settings.get("text_column"), settings.get("text_pair"), labels
+    )
     blocks = table.read([",".join(columns)], "\n").texts()
     texts = [text for (block,) in blocks for text in block]
     cells = map(repr, table.rows.select_columns(list(labels)))
@@ -96,7 +100,9 @@ def held_out_rows(
 def write_part(path: Path, table: Table, is_in_part: np.ndarray) -> None:
     """Writes some rows as Parquet. `is_in_part`: (rows,) bool."""
     rows = table.rows.with_format("arrow")
-    slices = [slice(start, start + BATCH_ROWS) for start in range(0, len(table), BATCH_ROWS)]
+    slices = [
+        slice(start, start + BATCH_ROWS) for start in range(0, len(table), BATCH_ROWS)
+    ]
     tables = (rows[part].filter(is_in_part[part]) for part in slices)
     with replace_file(path) as draft:
         write_rows(draft, path, tables)

@@ -32,7 +32,9 @@ def run(options: argparse.Namespace) -> None:
         write_rows(draft, output, corrected(table, corrections), settings.encoding, quoting)
     left_out = list(corrections.values()).count(None)
     changed = len(corrections) - left_out
-    print(f"{output}: {len(table) - left_out} rows, {changed} corrected, {left_out} left out")
+    print(
+        f"{output}: {len(table) - left_out} rows, {changed} corrected, {left_out} left out"
+    )
 
 
 def read_corrections(path: Path, table: Table) -> Corrections:

@@ -22,7 +22,10 @@ def _add_folds(parser: argparse.ArgumentParser) -> None:
 def _add_correct(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", help="the labelled rows that `toolkit folds` has read")
-    add("corrections", help="a file that the page of the folds has saved, or label_errors.jsonl")
+    add(
+        "corrections",
+        help="a file that the page of the folds has saved, or label_errors.jsonl",
+    )
     add("output", help="the file to write: CSV, TSV, JSON, JSONL or Parquet")
     add_reading_options(parser)
 

@@ -46,7 +46,9 @@ def write_page(folder: Path, table: Table, lines: list[dict[str, Any]], folds: i
     for line in suspects:
         line |= {"data": table.digest, "cells": cells[json.dumps(line["prediction"])]}
     write_lines(folder / "label_errors.jsonl", suspects)
-    means = pd.DataFrame([record.last.single_numbers for record in records]).mean().to_dict()
+    means = (
+        pd.DataFrame([record.last.single_numbers for record in records]).mean().to_dict()
+    )
     context = {
         "folder": folder.resolve().name,
         "record": records[0],

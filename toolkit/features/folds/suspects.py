@@ -55,7 +55,9 @@ def cells_by_label(
         label = json.dumps(line["prediction"])
         if label not in cells:
             example = columns[line["id"]]
-            cells[label] = _new_cells(line["prediction"], example, data.get("label_separator"))
+            cells[label] = _new_cells(
+                line["prediction"], example, data.get("label_separator")
+            )
     return cells
 
 

@@ -56,7 +56,9 @@ def accept_packed(model: Any, probe: Mapping[str, Any]) -> None:
         model = model.get_base_model()
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if attention != "sdpa":
-        why = f"needs a classifier of transformers with the attention sdpa, not {attention!r}"
+        why = (
+            f"needs a classifier of transformers with the attention sdpa, not {attention!r}"
+        )
         raise UserError(f"--padding_free: {why}, as {type(model).__name__}: leave it out")
     padded = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if getattr(padded, "func", None) is not attend:
@@ -106,7 +108,9 @@ def _unpack(model: Any, args: Any, inputs: dict[str, Any]) -> Any:
     return args, inputs
 
 
-def _select_first_tokens(layer: Any, args: Any, options: dict[str, Any], output: Any) -> Any:
+def _select_first_tokens(
+    layer: Any, args: Any, options: dict[str, Any], output: Any
+) -> Any:
     """The hook after the last layer: (1, T, H) -> (N, 1, H), unless it has computed only the first
     tokens."""
     packed = options.get("packed")
@@ -115,7 +119,9 @@ def _select_first_tokens(layer: Any, args: Any, options: dict[str, Any], output:
     return output[0, packed.first_tokens, None]
 
 
-def _drop_padding_texts(model: Any, args: Any, options: dict[str, Any], output: Any) -> None:
+def _drop_padding_texts(
+    model: Any, args: Any, options: dict[str, Any], output: Any
+) -> None:
     """The hook after the model: leaves the logits of the texts. Raises UserError for outputs of all
     tokens, which a caller would index by text."""
     if "packed" not in options:

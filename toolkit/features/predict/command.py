@@ -63,7 +63,9 @@ def _print_answers(options: Any) -> None:
         max_length=options.max_length,
         mixed_precision=options.mixed_precision,
     )
-    for text, answer in zip(options.text, answers, strict=False):  # the main process has them
+    for text, answer in zip(
+        options.text, answers, strict=False
+    ):  # the main process has them
         print(json.dumps({"text": text, **answer}, ensure_ascii=False))
 
 
@@ -81,10 +83,14 @@ def _predict_rows(options: Any) -> None:
     if job.accelerator.is_main_process:
         finished = parts.open(options.overwrite)
     finished = broadcast_object_list([finished])[0]
-    columns = f"{' and '.join(job.columns)} of the columns {listing(table.rows.column_names)}"
+    columns = (
+        f"{' and '.join(job.columns)} of the columns {listing(table.rows.column_names)}"
+    )
     job.log(f"reading {columns}, at most {job.max_length} tokens of each text")
     remaining = len(table) - sum(finished.values())
-    job.log(f"{remaining} of {len(table)} rows remain; finished parts are in {parts.folder}")
+    job.log(
+        f"{remaining} of {len(table)} rows remain; finished parts are in {parts.folder}"
+    )
     if remaining:
         job.load_model()
         _compute(job, parts, finished, names)
@@ -123,7 +129,11 @@ def windows_of(table: Table) -> Iterator[tuple[str, int, Any]]:
         end = start + sum(map(len, rows))
         size = sum(batch.nbytes for batch in rows)
         if end - start >= WINDOW_ROWS or size >= WINDOW_BYTES or end == last:
-            yield f"part-{start:010d}-{end:010d}.parquet", start, pyarrow.concat_tables(rows)
+            yield (
+                f"part-{start:010d}-{end:010d}.parquet",
+                start,
+                pyarrow.concat_tables(rows),
+            )
             start = end
             rows = []
 
@@ -155,7 +165,9 @@ def _compute(job: Job, parts: Parts, finished: dict[str, int], names: list[str])
     job.log(f"{count} rows in {seconds:.1f} s ({count / seconds:.0f} a second)")
 
 
-def _tokenized(job: Job, finished: dict[str, int]) -> Iterator[tuple[str, list[list[str]], Split]]:
+def _tokenized(
+    job: Job, finished: dict[str, int]
+) -> Iterator[tuple[str, list[list[str]], Split]]:
     """(the file name of a part, the texts of its rows, their tokens)."""
     import datasets
 

@@ -36,7 +36,9 @@ def evaluate_file(options: Any) -> None:
     exists."""
     out = Path(options.output_dir or sibling(Path(options.file), ".evaluation"))
     if out.exists():
-        raise UserError(f"{out} exists: remove it, or name another folder with --output_dir")
+        raise UserError(
+            f"{out} exists: remove it, or name another folder with --output_dir"
+        )
     job = Job(options, options.label_column)
     saved, table = job.saved, job.table
     if not isinstance(saved.answers, ClassAnswers):

@@ -19,15 +19,25 @@ _EPILOG = (
 
 def _add_predict(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", help="a run's model folder, any classifier or encoder-decoder, or a hub name")
-    files = "CSV, TSV, JSON, JSONL, Parquet, also .gz, .bz2; 'part*.csv'; .txt: a text a line"
+    add(
+        "model",
+        help="a run's model folder, any classifier or encoder-decoder, or a hub name",
+    )
+    files = (
+        "CSV, TSV, JSON, JSONL, Parquet, also .gz, .bz2; 'part*.csv'; .txt: a text a line"
+    )
     add("file", nargs="?", help=files)
     text = "print the answer for this text (may be repeated), without FILE"
     add("--text", action="append", help=text)
     output = "where to write [FILE.predictions.SUFFIX next to the input; .csv for .txt]"
     add("--output", help=output)
     add("--overwrite", action="store_true", help="replace an existing output")
-    add("--probabilities", choices=("all", "none"), default="all", help="which to write [all]")
+    add(
+        "--probabilities",
+        choices=("all", "none"),
+        default="all",
+        help="which to write [all]",
+    )
     part = "3/64: predict only this part of the file; without it, later, the rest, and join all"
     add("--shard", type=shard, help=part)
     _add_common(parser)
@@ -38,7 +48,10 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     add("model", help="a run's model folder, any classifier, or a hub name")
     add("file", help="labelled rows: CSV, TSV, JSON, JSONL or Parquet")
     add("--output_dir", help="where to write [FILE.evaluation next to the input]")
-    add("--label_column", help="the column of labels; default: as in training, or by its name")
+    add(
+        "--label_column",
+        help="the column of labels; default: as in training, or by its name",
+    )
     _add_common(parser)
 
 
@@ -50,7 +63,12 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add_reading_options(parser)
     length = "longer texts are truncated; default: the model's limit"
     add("--max_length", type=int, help=length)
-    add("--per_device_batch_size", type=positive, default=64, help="maximum texts of a batch [64]")
+    add(
+        "--per_device_batch_size",
+        type=positive,
+        default=64,
+        help="maximum texts of a batch [64]",
+    )
     tokens = "maximum tokens of a batch, with padding [2048 on a CPU, 16384 on a GPU]"
     add("--max_tokens_per_batch", type=positive, help=tokens)
     precisions = ("auto", "no", "bf16", "fp16")

@@ -42,7 +42,9 @@ class Job:
             "precision": self.accelerator.mixed_precision,
         }
         self.identity = json.dumps(self.facts)
-        launch.require_equal(self.accelerator, "the file, the model and the options", self.facts)
+        launch.require_equal(
+            self.accelerator, "the file, the model and the options", self.facts
+        )
 
     def load_model(self) -> None:
         sizes = (self.options.per_device_batch_size, self.options.max_tokens_per_batch)

@@ -50,7 +50,9 @@ class Parts:
     def write(self, name: str, columns: dict[str, list[Any]]) -> None:
         import pyarrow.parquet
 
-        table = pyarrow.table(columns).replace_schema_metadata({_FACTS: json.dumps(self.facts)})
+        table = pyarrow.table(columns).replace_schema_metadata(
+            {_FACTS: json.dumps(self.facts)}
+        )
         with self.writing(), replace_file(self.folder / name) as draft:
             pyarrow.parquet.write_table(table, draft)
 

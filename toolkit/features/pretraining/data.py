@@ -154,7 +154,9 @@ class MaskingCollator(Collator):
         if split.words is not None:
             starts = split.gather(split.words, indices)
         maskable = self.is_ordinary[split.gather(split.input_ids, indices)]
-        return draw_masks(self.draw, split.rows[indices], split.lengths[indices], maskable, starts)
+        return draw_masks(
+            self.draw, split.rows[indices], split.lengths[indices], maskable, starts
+        )
 
     def _replacements(
         self,
@@ -190,7 +192,9 @@ class Masks(Targets):
     @classmethod
     def collator(cls, settings: Any) -> Any:
         probability = settings.masking.mlm_probability
-        return partial(MaskingCollator, seed=settings.training.seed, probability=probability)
+        return partial(
+            MaskingCollator, seed=settings.training.seed, probability=probability
+        )
 
     @classmethod
     def check(cls, settings: Any, tokenizer: Any) -> None:
@@ -209,7 +213,9 @@ class Masks(Targets):
     def find(cls, settings: Any, table: Table, columns: tuple[str, ...]) -> Masks:
         return cls(settings.masking.whole_word_mask)
 
-    def save(self, folder: Path, table: Table, encoded: np.ndarray, tokenizer: Any) -> list[str]:
+    def save(
+        self, folder: Path, table: Table, encoded: np.ndarray, tokenizer: Any
+    ) -> list[str]:
         """Writes `words` if whole words are masked."""
         if self.whole_word_mask:
             _save_words(folder, table, copy.deepcopy(tokenizer))

@@ -25,7 +25,9 @@ def load_masked_model(settings: EncoderSettings, seed: int) -> Any:
     if config.is_encoder_decoder:
         raise UserError(f"model {name} is no encoder: take one like BERT (docs/models.md)")
     set_dropout(config, settings.dropout)
-    config.tie_word_embeddings = settings.new_head or getattr(config, "tie_word_embeddings", True)
+    config.tie_word_embeddings = settings.new_head or getattr(
+        config, "tie_word_embeddings", True
+    )
     set_seed(seed)
     attention = settings.attn_implementation
     model, loading = from_pretrained(AutoModelForMaskedLM, name, config, attention)

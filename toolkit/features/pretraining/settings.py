@@ -7,7 +7,12 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from toolkit.config.sections import PretrainedSettings, TextSettings, TrainingSettings, section
+from toolkit.config.sections import (
+    PretrainedSettings,
+    TextSettings,
+    TrainingSettings,
+    section,
+)
 
 
 @section

@@ -10,7 +10,9 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 
 from toolkit.data.jieba_tokenizer import load_jieba
 
-_CHINESE = re.compile("[\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
+_CHINESE = re.compile(
+    "[\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
+)
 
 
 def words_of(text: str) -> Iterator[tuple[int, int]]:

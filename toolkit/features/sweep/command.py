@@ -27,7 +27,10 @@ def run(options: argparse.Namespace, words: list[str]) -> None:
     folder = Path(options.output_dir or f"runs/sweep-{Path(options.recipe).stem}")
     runs = RecipeRuns(options.recipe, words, folder)
     seed = int(runs.settings.get("seed", 42))
-    if runs.settings.get("data_seed", seed) is None and not runs.settings["validation_file"]:
+    if (
+        runs.settings.get("data_seed", seed) is None
+        and not runs.settings["validation_file"]
+    ):
         runs.words += ["--data_seed", str(seed)]  # the same validation rows in every run
     seeds = range(seed, seed + (options.seeds or 0))
     space = _parse_space(options.search, runs)
@@ -44,7 +47,9 @@ def run(options: argparse.Namespace, words: list[str]) -> None:
     if best:
         print(f"\nbest settings: {shlex.join(['python', *runs.command(best)])}")
     print(f"\n{comparison}")
-    print(f"\nwith curves: toolkit compare {shlex.quote(str(folder))}/*/ --output compare.html")
+    print(
+        f"\nwith curves: toolkit compare {shlex.quote(str(folder))}/*/ --output compare.html"
+    )
 
 
 def _parse_space(texts: list[str], runs: RecipeRuns) -> dict[str, Any]:
@@ -56,7 +61,9 @@ def _parse_space(texts: list[str], runs: RecipeRuns) -> dict[str, Any]:
         name, _, values = text.partition("=")
         if name in space:
             raise UserError(f"--search {text}: {name} has two lines")
-        if name in LOSS_SETTINGS and "loss" in str(runs.settings.get("metric_for_best_model")):
+        if name in LOSS_SETTINGS and "loss" in str(
+            runs.settings.get("metric_for_best_model")
+        ):
             remedy = "pass another --metric_for_best_model, for example f1_macro"
             raise UserError(f"--search {text}: its losses cannot be compared: {remedy}")
         try:
@@ -71,7 +78,11 @@ def _parse_space(texts: list[str], runs: RecipeRuns) -> dict[str, Any]:
 
 def _distribution(values: str) -> Any:
     """`1,2` or `1e-5:1e-4:log` -> an optuna distribution. Raises ValueError."""
-    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+    from optuna.distributions import (
+        CategoricalDistribution,
+        FloatDistribution,
+        IntDistribution,
+    )
 
     if "," in values:
         return CategoricalDistribution(values.split(","))
@@ -95,7 +106,9 @@ def search(
     study = optuna.create_study(sampler=sampler, direction="maximize")
     count = trials or _TRIALS
     if all(isinstance(values, CategoricalDistribution) for values in space.values()):
-        grid = list(itertools.product(*(values.choices for values in space.values())))[:trials]
+        grid = list(itertools.product(*(values.choices for values in space.values())))[
+            :trials
+        ]
         count = len(grid)
         for values in grid:
             study.enqueue_trial(dict(zip(space, values, strict=True)))

@@ -28,13 +28,17 @@ class TitleCollator(Collator):
         """`labels` (B, T) are `decoder_input_ids` (B, T) shifted by one token, IGNORED after the
         end of a title."""
         batch = super().__call__(indices)
-        titles, lengths = gather_slices(self.split.target_ids, self.split.target_offsets, indices)
+        titles, lengths = gather_slices(
+            self.split.target_ids, self.split.target_offsets, indices
+        )
         first = lengths.cumsum() - lengths
         last = lengths.cumsum() - 1
         counts = lengths - 1
         width = int(counts.max())
         # the causal mask hides right padding: the decoder needs no attention mask
-        inputs = self.padded(np.delete(titles, last), counts, width, self.pad_id, left=False)
+        inputs = self.padded(
+            np.delete(titles, last), counts, width, self.pad_id, left=False
+        )
         batch.inputs["decoder_input_ids"] = inputs
         labels = self.padded(np.delete(titles, first), counts, width, IGNORED, left=False)
         return replace(batch, labels=labels)
@@ -96,7 +100,10 @@ class Titles(Targets):
     @classmethod
     def data_facts(cls, settings: Any) -> dict[str, Any]:
         data = settings.data
-        return {"title_column": data.title_column, "max_target_length": data.max_target_length}
+        return {
+            "title_column": data.title_column,
+            "max_target_length": data.max_target_length,
+        }
 
     @classmethod
     def find(cls, settings: Any, table: Table, columns: tuple[str, ...]) -> Titles:
@@ -109,7 +116,9 @@ class Titles(Targets):
             return np.ones(len(table), bool)
         return np.array([not title for (block,) in self._titles(table) for title in block])
 
-    def save(self, folder: Path, table: Table, encoded: np.ndarray, tokenizer: Any) -> list[str]:
+    def save(
+        self, folder: Path, table: Table, encoded: np.ndarray, tokenizer: Any
+    ) -> list[str]:
         """Writes `target_ids`, `target_offsets`, unused `labels`, and, for validation and test, the
         titles."""
         super().save(folder, table, encoded, tokenizer)
@@ -124,7 +133,9 @@ class Titles(Targets):
         if not counts.truncated:
             return []
         share = f"{counts.truncated} of {len(table)}"
-        return [f"{name}: {share} are cut at {self.max_length} tokens (--max_target_length)"]
+        return [
+            f"{name}: {share} are cut at {self.max_length} tokens (--max_target_length)"
+        ]
 
     def facts(self) -> dict[str, Any]:
         settings = {"title_column": self.column, "max_target_length": self.max_length}

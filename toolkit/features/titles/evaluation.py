@@ -31,7 +31,9 @@ def title_metrics(
     """Mean ROUGE-1, 2 and L; `segmenter`: as `--rouge_segmenter`."""
     segmenter = rouge.resolve(segmenter, references)
     scores = rouge.scores(titles, references, segmenter)
-    means = {name: float(np.mean([score[name] for score in scores])) for name in rouge.KINDS}
+    means = {
+        name: float(np.mean([score[name] for score in scores])) for name in rouge.KINDS
+    }
     return {**means, "rouge_segmenter": segmenter}
 
 

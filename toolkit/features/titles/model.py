@@ -84,8 +84,12 @@ def _decoder(settings: PretrainedSettings) -> Any:
     config = load_config(settings)
     if config.model_type == "big_bird":
         if not config.use_bias or config.rescale_embeddings:
-            why = "a decoder needs a BigBird with use_bias True and rescale_embeddings False"
-            raise UserError(f"model {settings.model_name_or_path}: {why}: take another model")
+            why = (
+                "a decoder needs a BigBird with use_bias True and rescale_embeddings False"
+            )
+            raise UserError(
+                f"model {settings.model_name_or_path}: {why}: take another model"
+            )
         as_bert = {"model_type": "bert", "architectures": None}
         config = BertConfig.from_dict({**config.to_dict(), **as_bert})
     config.is_decoder = config.add_cross_attention = True
@@ -106,7 +110,9 @@ def _configure_generation(
     }
     model.config.update(tokens)
     model.config.vocab_size = model.config.decoder.vocab_size
-    model.config.hidden_size = model.config.encoder.hidden_size  # for DeepSpeed's `auto` sizes
+    model.config.hidden_size = (
+        model.config.encoder.hidden_size
+    )  # for DeepSpeed's `auto` sizes
     model.generation_config = GenerationConfig(
         **tokens,
         num_beams=generation.num_beams,

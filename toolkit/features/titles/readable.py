@@ -24,7 +24,10 @@ _RULES = tuple(
         (r"(?<=[^\W_]) - (?=[^\W_])", "-"),  # five - year -> five-year
         (r"(?<=\d\.) (?=\d)", ""),  # 3. 5 -> 3.5
         (r"(?<=\d:) (?=\d\d\b)", ""),  # 10: 30 -> 10:30
-        (r"(?<![\d,])(\d{1,3},) (?=\d{3}(?!\d))", r"\1"),  # 10, 000 -> 10,000, but not 2019, 200
+        (
+            r"(?<![\d,])(\d{1,3},) (?=\d{3}(?!\d))",
+            r"\1",
+        ),  # 10, 000 -> 10,000, but not 2019, 200
         (r"(?<=\d,\d{3},) (?=\d{3}(?!\d))", ""),  # and its millions
         (r"\s+", " "),
     )
@@ -38,8 +41,12 @@ def readable(tokenizer: Any, ids: Sequence[int]) -> str:
     punctuation, and keeps those between Latin words. Changes spaces only,
     but not always back to the original text (`a - b` -> `a-b`).
     """
-    text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return without_token_spaces(re.sub(r"^##(?=\w)", "", text))  # the first token continues a word
+    text = tokenizer.decode(
+        ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return without_token_spaces(
+        re.sub(r"^##(?=\w)", "", text)
+    )  # the first token continues a word
 
 
 def without_token_spaces(text: str) -> str:

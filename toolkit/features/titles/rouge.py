@@ -63,7 +63,9 @@ def tokenize_of(segmenter: str) -> Callable[[str], list[str]]:
     if segmenter == "char":
         return lambda text: _CHARACTERS.findall(_normalise(text))
     cut = load_jieba().cutter.lcut
-    return lambda text: [word for word in cut(_normalise(text)) if any(map(str.isalnum, word))]
+    return lambda text: [
+        word for word in cut(_normalise(text)) if any(map(str.isalnum, word))
+    ]
 
 
 def _normalise(text: str) -> str:

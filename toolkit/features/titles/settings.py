@@ -7,7 +7,12 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from toolkit.config.sections import LongTrainingSettings, PretrainedSettings, TextSettings, section
+from toolkit.config.sections import (
+    LongTrainingSettings,
+    PretrainedSettings,
+    TextSettings,
+    section,
+)
 
 KIND = "encoder-decoder"
 """`model_type` in the config.json of models that write titles."""

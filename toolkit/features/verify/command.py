@@ -55,7 +55,9 @@ _ROUNDING = {"bf16": 1e-3, "fp16": 2e-4}
 _NORM_FACTOR = 40
 # so far may one process in bf16 or fp16 be from fp32: a gradient clipped with fp16's scale is not
 _HALF_PRECISION = {LOSS: 0.1, NORM: 0.5}
-_HEADER = f"{'run':28} {'precision':9}  {'result':12}  largest relative difference (allowed)"
+_HEADER = (
+    f"{'run':28} {'precision':9}  {'result':12}  largest relative difference (allowed)"
+)
 
 
 @dataclass
@@ -118,7 +120,11 @@ def run(options: argparse.Namespace, words: list[str]) -> NoReturn:
         if names:
             verdicts.append(f"{result}: {', '.join(names)}")
     path = verification.folder / "verify.json"
-    facts = {"agrees": not verdicts, "digest": digest, "runs": [asdict(trial) for trial in trials]}
+    facts = {
+        "agrees": not verdicts,
+        "digest": digest,
+        "runs": [asdict(trial) for trial in trials],
+    }
     text = json.dumps(nan_to_none(facts), indent=1, ensure_ascii=False)
     path.write_text(f"{text}\n", encoding="utf-8")
     print(f"\n{'; '.join(verdicts) or 'the same training everywhere'} ({path})", flush=True)
@@ -183,7 +189,9 @@ class Verification:
         """A run in fp32, and one that resumes from its checkpoint."""
         name = Path(config).stem
         trial = self._trial(name, config, checkpoint_every=self.middle)
-        reason = "if the runs above agree, it depends on the number of processes or on shards"
+        reason = (
+            "if the runs above agree, it depends on the number of processes or on shards"
+        )
         trial.compare(one.numbers, self.exact, reason)
         yield trial
         if trial.result == FAILED:
@@ -191,7 +199,9 @@ class Verification:
         checkpoints = self.folder / name / "checkpoints"
         source = checkpoints / f"step-{self.middle:08d}"
         resumed = self._trial(f"{name}-resumed", config, after=self.middle, resume=source)
-        reason = "no checkpoint has all that it changes: accelerator.register_for_checkpointing"
+        reason = (
+            "no checkpoint has all that it changes: accelerator.register_for_checkpointing"
+        )
         resumed.compare(numbers_of(self.folder / name, self.middle), self.exact, reason)
         yield resumed
         shutil.rmtree(checkpoints, ignore_errors=True)
@@ -200,7 +210,9 @@ class Verification:
         """In the precision that the option names, or that `auto` chooses here if it is not fp32."""
         precision = self.options.mixed_precision
         reference = self._trial("one-process-half", mixed_precision=precision)
-        reason = "losses, gradients or weights are used in 16 bits, or with fp16's loss scale"
+        reason = (
+            "losses, gradients or weights are used in 16 bits, or with fp16's loss scale"
+        )
         reference.compare(one.numbers, _HALF_PRECISION, reason)
         yield reference
         if reference.precision not in _ROUNDING:

@@ -14,7 +14,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("recipe", metavar="RECIPE.py")
     configs = "may be repeated [ddp, zero2, zero3 and fsdp2 of accelerate_configs/]"
     add("--config_file", action="append", metavar="FILE", help=configs)
-    add("--max_steps", type=int, default=8, metavar="N", help="optimizer steps of each run [8]")
+    add(
+        "--max_steps",
+        type=int,
+        default=8,
+        metavar="N",
+        help="optimizer steps of each run [8]",
+    )
     precision = "compared with fp32, too [auto]"
     add("--mixed_precision", default="auto", metavar="auto|no|bf16|fp16", help=precision)
     tolerance = "largest relative difference in fp32 [1e-5]"

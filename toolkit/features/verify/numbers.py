@@ -27,8 +27,12 @@ def numbers_of(folder: Path, after: int = 0) -> Numbers:
             numbers[NORM][str(step)] = math.inf if norm is None else norm
     for line in read_lines(folder / "eval.jsonl"):
         if line["step"] > after and line["split"] == "validation":
-            values = {name: each for name, each in line.items() if isinstance(each, int | float)}
-            numbers[EVALUATION] |= {f"{line['step']} {name}": each for name, each in values.items()}
+            values = {
+                name: each for name, each in line.items() if isinstance(each, int | float)
+            }
+            numbers[EVALUATION] |= {
+                f"{line['step']} {name}": each for name, each in values.items()
+            }
     return numbers
 
 

@@ -82,7 +82,9 @@ class Mask(NamedTuple):
     """The inputs of flex_attention that depend only on the pattern."""
 
     blocks: BlockMask
-    repeats: Tensor  # (nh, N, N): logarithm of how often each query block reads each key block
+    repeats: (
+        Tensor  # (nh, N, N): logarithm of how often each query block reads each key block
+    )
     size: int  # bytes
 
 
@@ -96,7 +98,9 @@ def mask_of(pattern: Pattern, device: torch.device, dtype: torch.dtype) -> Mask:
     if key not in _masks:
         with torch.inference_mode(False):  # inference tensors would fail in training
             _masks[key] = _make_mask(*key)
-        while len(_masks) > 1 and sum(mask.size for mask in _masks.values()) > _MAX_MASK_BYTES:
+        while (
+            len(_masks) > 1 and sum(mask.size for mask in _masks.values()) > _MAX_MASK_BYTES
+        ):
             _masks.popitem(last=False)
     _masks.move_to_end(key)
     return _masks[key]
@@ -169,7 +173,9 @@ _compiles: dict[tuple[Any, ...], bool] = {}
 """Shape, dtype and the other properties that a kernel is compiled for -> whether that succeeded."""
 
 
-def _run(inputs: list[Tensor], score: Callable[..., Any] | None, mask: BlockMask) -> Tensor | None:
+def _run(
+    inputs: list[Tensor], score: Callable[..., Any] | None, mask: BlockMask
+) -> Tensor | None:
     """(B, nh, N * b, hs), or None if no kernel exists for such inputs. This does not change within
     a process, so recomputed activations are the same."""
     query = inputs[0]
@@ -180,7 +186,14 @@ def _run(inputs: list[Tensor], score: Callable[..., Any] | None, mask: BlockMask
     from torch._dynamo import exc  # takes a second
 
     trained = tuple(each.requires_grad and torch.is_grad_enabled() for each in inputs)
-    shape = (query.shape, query.dtype, query.device, mask.BLOCK_SIZE, score is None, trained)
+    shape = (
+        query.shape,
+        query.dtype,
+        query.device,
+        mask.BLOCK_SIZE,
+        score is None,
+        trained,
+    )
     if not _compiles.get(shape, True):
         return None
     kernel = _compiled() if shape in _compiles else _compile
@@ -230,7 +243,9 @@ def _backward_tiles() -> contextlib.AbstractContextManager[None]:
     tiles = {"block_m1": 32, "block_n1": 64, "block_m2": 64, "block_n2": 32, "num_warps": 4}
 
     class Choices(InductorChoices):
-        def get_flex_attention_bwd_configs(self, *arguments: Any, **options: Any) -> list[Any]:
+        def get_flex_attention_bwd_configs(
+            self, *arguments: Any, **options: Any
+        ) -> list[Any]:
             configs = super().get_flex_attention_bwd_configs(*arguments, **options)
             return [dataclasses.replace(each, **tiles) for each in configs]
 
@@ -244,7 +259,11 @@ def _compiled() -> Callable[..., Any]:
     fall back to dense scores."""
 
     def attend(
-        query: Tensor, key: Tensor, value: Tensor, score: Callable[..., Any] | None, mask: BlockMask
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score: Callable[..., Any] | None,
+        mask: BlockMask,
     ) -> Any:
         options: Any = _TILES if query.is_cuda else None
         return flex_attention(

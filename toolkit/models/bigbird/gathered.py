@@ -26,7 +26,9 @@ from toolkit.models.head_groups import Group, head_groups, like_projection
 # query blocks per group: 4 heads at 4096 tokens, whose keys and values fit a CPU's cache. A GPU
 # takes 16: it waits for the CPU, which starts over 300 kernels per group and training step.
 _BLOCKS = 256
-_tables = torch.compiler.disable(tables)  # a graph would contain the random blocks of one pattern
+_tables = torch.compiler.disable(
+    tables
+)  # a graph would contain the random blocks of one pattern
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -52,7 +54,9 @@ class _Part(NamedTuple):
 
     rows: Callable[[Tensor], Tensor]  # a view, (P, R, Q, ...)
     keys: Callable[[Tensor], Tensor]  # (P, R, K, ...)
-    add: Callable[[Tensor, Tensor], Any]  # adds gradients (P, R, K, hs) of the keys to their sum
+    add: Callable[
+        [Tensor, Tensor], Any
+    ]  # adds gradients (P, R, K, hs) of the keys to their sum
 
     def bias(self, bias: Tensor | None, queries: Tensor) -> Tensor | None:
         """(P, n, b) -> (P, R, Q, K)."""
@@ -94,7 +98,9 @@ def _add_neighbours(total: Tensor, grad: Tensor) -> None:
         total[:, place : place + part.shape[1]].add_(part)
 
 
-def _blocks_of(table: Tensor) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Any]]:
+def _blocks_of(
+    table: Tensor,
+) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Any]]:
     """Functions that copy the blocks of a table (P, R, W), and that add their gradients."""
     pairs, rows, _ = table.shape
 
@@ -190,7 +196,11 @@ def _bias_of(bias: Tensor | None, group: Group, block: int) -> Tensor | None:
     if bias is None:
         return None
     samples, heads = group
-    return bias[samples].repeat_interleave(heads.stop - heads.start, 0).unflatten(1, (-1, block))
+    return (
+        bias[samples]
+        .repeat_interleave(heads.stop - heads.start, 0)
+        .unflatten(1, (-1, block))
+    )
 
 
 def _of_group(table: Tensor, group: Group) -> Tensor:
@@ -238,7 +248,9 @@ def _attend_backward(
     return q_grad, k_grad, v_grad
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _plain(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """`_attend` on any device."""
     scores = _scores(query, key, bias)
     logs = scores.logsumexp(-1)
@@ -256,7 +268,9 @@ def _plain_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_attend_backward` on any device."""
     weights = (_scores(query, key, bias) - logs.unsqueeze(-1)).exp_()
-    errors = _product(grad, value.mT) - (grad * outputs).sum(-1, keepdim=True, dtype=logs.dtype)
+    errors = _product(grad, value.mT) - (grad * outputs).sum(
+        -1, keepdim=True, dtype=logs.dtype
+    )
     errors = errors.mul_(weights).mul_(query.shape[-1] ** -0.5).to(key.dtype)
     with _without_autocast(query):
         return errors @ key, errors.mT @ query, weights.to(grad.dtype).mT @ grad

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions as Output
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPoolingAndCrossAttentions as Output,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.big_bird import modeling_big_bird as theirs
 from transformers.utils.generic import merge_with_config_defaults
@@ -39,11 +41,17 @@ class SparseAttention(theirs.BigBirdAttention):
     fast_attention: str  # one of ATTENTIONS
 
     def forward(
-        self, hidden_states: Tensor, *args: Any, to_mask: Tensor | None = None, **options: Any
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        to_mask: Tensor | None = None,
+        **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """(B, S, H) -> (B, S, H), and no attention weights."""
         query, key, value = (
-            layer(hidden_states).unflatten(2, (self.self.num_attention_heads, -1)).transpose(1, 2)
+            layer(hidden_states)
+            .unflatten(2, (self.self.num_attention_heads, -1))
+            .transpose(1, 2)
             for layer in (self.self.query, self.self.key, self.self.value)
         )
         is_full = runs_full(self, hidden_states.shape[1])
@@ -51,7 +59,9 @@ class SparseAttention(theirs.BigBirdAttention):
         context = attend(query, key, value, to_mask)  # (B, S, nh, hs)
         return self.output(context.reshape(hidden_states.shape), hidden_states), None
 
-    def _sparse(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
+    def _sparse(
+        self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None
+    ) -> Tensor:
         """Without attention dropout, as in transformers."""
         inner = self.self
         pattern = Pattern(
@@ -67,11 +77,15 @@ class SparseAttention(theirs.BigBirdAttention):
         name = self.fast_attention
         if name == "auto":
             name = "flex" if query.is_cuda and pattern.block % TILE == 0 else "gathered"
-        context = _SPARSE[name](query, key, value, _bias(visible, query, _HIDDEN_SCORE), pattern)
+        context = _SPARSE[name](
+            query, key, value, _bias(visible, query, _HIDDEN_SCORE), pattern
+        )
         context = context.transpose(1, 2)
         return context if visible is None else context * visible[:, :, None, None]
 
-    def _full(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
+    def _full(
+        self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None
+    ) -> Tensor:
         bias = _bias(visible, query, torch.finfo(query.dtype).min)
         mask = None if bias is None else bias[:, None, None]
         dropout = self.config.attention_probs_dropout_prob if self.training else 0.0
@@ -134,7 +148,8 @@ class BigBirdModel(theirs.BigBirdModel):
             # without the padding to blocks, too
             length = outputs.last_hidden_state.shape[1]
             outputs.hidden_states = tuple(
-                states if states is None else states[:, :length] for states in outputs.hidden_states
+                states if states is None else states[:, :length]
+                for states in outputs.hidden_states
             )
         return outputs
 

@@ -59,9 +59,14 @@ def _draw(pattern: Pattern) -> list[np.ndarray]:
     """For each head (n - 2, r) blocks, from numpy's global generator."""
     _, heads, block, random, longest, length, training = pattern
     config = BigBirdConfig(
-        hidden_size=heads, num_attention_heads=heads, block_size=block, num_random_blocks=random
+        hidden_size=heads,
+        num_attention_heads=heads,
+        block_size=block,
+        num_random_blocks=random,
     )
-    with torch.device("meta"):  # without weights, whose initialization would draw random numbers
+    with torch.device(
+        "meta"
+    ):  # without weights, whose initialization would draw random numbers
         layer = BigBirdBlockSparseAttention(config).train(training)
     if length in _PAPER_LENGTHS:
         # by the paper's rule, for the longest text, not the batch's length
