@@ -27,6 +27,11 @@ def interrupt_twice() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
+def exit_once() -> None:
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os._exit(7)
+
+
 def log_late() -> None:
     from accelerate.tracking import TensorBoardTracker
 
@@ -44,6 +49,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "fails": fail,
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "exits": lambda: os._exit(0),
+    "exits once": exit_once,
     "is interrupted twice": interrupt_twice,
     "stands still": lambda: os.kill(os.getpid(), signal.SIGSTOP),
 }

@@ -11,8 +11,9 @@ import psutil
 import pytest
 
 from tests import inputs
+from tests.failing_worker import STEPS as FAILING_STEP
 from tests.matrix import TINY, runs, words_of
-from tests.runs import WAYS, assert_same_run, fork, recipe, slow_but, train, wait_for_steps
+from tests.runs import WAYS, assert_same_run, fork, recipe, slow_but, start, train, wait_for_steps
 from tests.test_resume import best_step
 from toolkit.checkpoint.folder import readable
 
@@ -104,3 +105,15 @@ def test_at_random(case: tuple[str, str, str, str], tmp_path: Path) -> None:
     else:
         expected = runs("single").run("not killed, no dropout", "recipes.cls", settings)
         assert_resumed(folder, expected, rel=1e-5)
+
+
+@pytest.mark.multiprocess
+def test_torchrun_restarts_a_run(tmp_path: Path) -> None:
+    """Its store keeps the addresses of the processes that have died."""
+    launcher = "torchrun --standalone --nproc_per_node 2 --max_restarts 1".split()
+    worker = ["tests/failing_worker.py", "exits once", "1"]
+    words = [*words_of(SETTINGS), "--output_dir", tmp_path / "run"]
+    env = {"TESTS_WITHOUT_PAGES": ""}
+    done = start([*launcher, *worker, *words], 200, env).succeeded()
+    assert f"step {FAILING_STEP} of {STEPS}" in done.err
+    assert_resumed(tmp_path / "run", runs("ddp x2").run("not killed", "recipes.cls", SETTINGS))

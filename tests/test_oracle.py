@@ -133,7 +133,7 @@ def trained(
         "--validation_file", tmp_path / "validation.csv", "--output_dir", tmp_path / "run",
         "--max_steps", str(STEPS), "--global_batch_size", str(BATCH), "--per_device_batch_size", str(per_device),
         "--max_length", str(MAX_LENGTH), "--group_by_length", "false", "--seed", str(SEED),
-        "--learning_rate", str(RATE), "--weight_decay", str(DECAY), "--warmup_steps", str(WARMUP),
+        "--learning_rate", str(RATE), "--weight_decay", str(DECAY), "--warmup_ratio", str(WARMUP / STEPS),
         "--lr_scheduler_type", "linear", "--max_grad_norm", str(CLIP), "--dropout", "0", "--mixed_precision", "no",
         "--eval_every", str(STEPS), *more,
     ).succeeded()  # fmt: skip

@@ -22,8 +22,6 @@ SRUN = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "
         "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "gpu[03-04]",
         "SLURM_JOB_NODELIST": "gpu[01-09]", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}  # fmt: skip
 BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
-
-
 NOTEBOOK = BY_HAND | {"NODE_RANK": "0", "ACCELERATE_USE_CPU": "yes"}
 
 
@@ -120,22 +118,18 @@ def main():
 launch.run(main)
 """
 TORCHRUN_2 = ["torchrun", "--standalone", "--nproc_per_node", "2"]
-FILE = ["--config_file", str(CONFIGS / "ddp.yaml")]
 
 
 @pytest.mark.parametrize(
-    ("variable", "before", "behind", "threads"),
-    [
-        ("-uOMP_NUM_THREADS", TORCHRUN_2, [], 4),
-        ("-uOMP_NUM_THREADS", [sys.executable], FILE, 4),
-        ("OMP_NUM_THREADS=1", [sys.executable], FILE, 1),
-    ],
+    ("variable", "launcher", "threads"),
+    [("-uOMP_NUM_THREADS", TORCHRUN_2, 4), ("OMP_NUM_THREADS=1", [sys.executable], 1)],
 )
 def test_threads_of_each_launcher(
-    variable: str, before: list[str], behind: list[str], threads: int, tmp_path: Path
+    variable: str, launcher: list[str], threads: int, tmp_path: Path
 ) -> None:
     (tmp_path / "threads.py").write_text(SCRIPT)
-    command = ["env", variable, *before, tmp_path / "threads.py", *behind]
+    file = [] if launcher is TORCHRUN_2 else ["--config_file", CONFIGS / "ddp.yaml"]
+    command = ["env", variable, *launcher, tmp_path / "threads.py", *file]
     finished = start(command, fresh=True).succeeded()
     assert finished.out.count(f"{threads} threads") == 2, finished
 

@@ -65,14 +65,3 @@ def test_members_that_finish_wait_for_the_last(boards: list[Board]) -> None:
         assert not any(end.done() for end in ends)
         ends.append(pool.submit(boards[2].finish))
         assert [end.result(10) for end in ends] == [None] * 3
-
-
-def test_a_store_that_is_gone_names_who_served_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "_BEAT_SECONDS", 0.05)
-    server = serve_store("127.0.0.1", 0)
-    store = TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=10))
-    board = Board(store, NAMES[:2], 1, 5.0)
-    time.sleep(0.5)
-    assert board.failure() is None
-    del server
-    assert "hostA" in wait_for(board).line

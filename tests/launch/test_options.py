@@ -15,7 +15,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from tests.conftest import REPOSITORY
 from tests.faults import refusal
-from tests.launch.test_environment import DEEPSPEED, OPEN_MPI, SRUN, TORCHRUN
+from tests.launch.test_environment import SRUN, TORCHRUN
 from tests.launch.test_machines import ELSEWHERE, FIRST, pretend_network
 from toolkit.launch import environment
 from toolkit.launch.environment import TIMEOUTS, timeout_seconds, timeout_variable
@@ -23,7 +23,6 @@ from toolkit.launch.machines import DEFAULT_PORT, PLACEHOLDER
 from toolkit.launch.options import (
     Request,
     accelerate_environment,
-    clean_environment,
     count_processes,
     plan_launch,
     split_arguments,
@@ -34,8 +33,6 @@ SCRIPT = str(REPOSITORY / "recipes" / "cls.py")
 CONFIGS = sorted((REPOSITORY / "accelerate_configs").glob("*.yaml"))
 DEEPSPEED_FILES = sorted((REPOSITORY / "ds_configs").glob("*.json"))
 by_name = attrgetter("name")
-
-
 DDP = "--config_file accelerate_configs/ddp.yaml"
 TWO_NODES = f"--config_file accelerate_configs/2node.yaml --main_process_ip {FIRST}"
 
@@ -82,14 +79,17 @@ def test_deepspeed_files(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=by_name)
-def test_plan_of_each_shipped_file(path: Path) -> None:
+def test_plan_of_each_shipped_file(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # files are found from another folder
     config = load_config_from_file(str(path))  # accelerate itself accepts it
     assert "mixed_precision" not in yaml.safe_load(path.read_text())  # the hardware decides
     machines, words = 1, ""
     if path.name.startswith("2node"):
         assert (config.main_process_ip, config.main_process_port) == (PLACEHOLDER, DEFAULT_PORT)
         machines, words = 2, "--main_process_ip gpu1 --machine_rank 1 --num_processes 16"
-    request = planned(path, words)
+    request = planned(f"accelerate_configs/{path.name}", words)
     assert (request.config_file, request.command()[2:]) == (path, [SCRIPT, "--seed", "3"])
     assert (request.machines.count, request.machines.rank) == (machines, machines - 1)
     assert request.processes == (16 if machines == 2 else 1 if path.stem == "single" else 2)
@@ -142,33 +142,6 @@ def test_invalid_config_files(tmp_path: Path, line: str) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(line)
     refusal(planned, path, says=[str(path)])
-
-
-def test_options_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # files are found from another folder
-    file = "accelerate_configs/zero2.yaml"
-    request = planned(file, "--num_processes 7 --max_restarts 3")
-    assert request.config_file == REPOSITORY / file
-    assert (request.processes, request.max_restarts) == (7, 3)
-
-
-OTHERS = {"HOME": "/h", "CUDA_VISIBLE_DEVICES": "0", "NCCL_DEBUG": "INFO", "NODE_RANK": "1"}
-
-
-@pytest.mark.parametrize("outer", [TORCHRUN, DEEPSPEED, OPEN_MPI, SRUN])
-def test_clean_environment(outer: dict[str, str]) -> None:
-    cleaned = clean_environment(outer | OTHERS)
-    assert environment.place_of(cleaned) == environment.Place("python", 0, 1, 0, 1)
-    assert cleaned.items() >= OTHERS.items()
-
-
-def test_a_file_for_cpus(tmp_path: Path) -> None:
-    """`accelerate launch` would start one process."""
-    path = tmp_path / "mine.yaml"
-    path.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n")
-    request = planned(path)
-    assert request.processes == 2
-    assert accelerate_environment(request)["ACCELERATE_USE_CPU"] == "true"
 
 
 def test_only_local_rank_0_relaunches() -> None:

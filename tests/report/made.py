@@ -25,25 +25,16 @@ def make_run(
 ) -> Evaluation:  # fmt: skip
     """A run of 40 steps with 4 evaluations, the last the best; without labels a run on titles."""
     folder.mkdir()
-    learned: dict[str, Any] = {
-        "labels": [],
-        "problem_type": "title_generation",
-        "pipeline_tag": "summarization",
-        "metric_for_best_model": "rougeL",
-        "title_column": "标题",
-        "max_target_length": 24,
-    }
+    metric, kind = "rougeL", {"problem_type": "title_generation", "pipeline_tag": "summarization"}
+    learned: dict[str, Any] = kind | {"labels": [], "title_column": "标题", "max_target_length": 24}
     if labels:
-        learned = {
-            "labels": list(labels.names),
-            "problem_type": labels.problem_type,
-            "metric_for_best_model": labels.usual_metric,
-        }
+        metric = labels.usual_metric
+        learned = {"labels": list(labels.names), "problem_type": labels.problem_type}
     count = numbers.get("num_samples", len(predictions))
     config = {
         "settings": settings,
         "data": {"samples": {"train": 7677, "validation": count}, **learned, "max_length": 128, "notes": [],
-                 "digest": "none", "total_steps": 40, "steps_per_epoch": 240, **data},
+                 "metric_for_best_model": metric, "digest": "none", "total_steps": 40, "steps_per_epoch": 240, **data},
         "world": {"num_processes": 2, "distributed_type": "DEEPSPEED", "mixed_precision": "bf16",
                   "deepspeed": {"zero_optimization": {"stage": 2}}, "device": "A100", "host": "node-0"},
         "strategy": "zero2",
@@ -71,13 +62,11 @@ def make_run(
 def classifier(sharp_model: Path, folder: Path, labels: Labels) -> Path:
     """The sharp BERT with a random head for these labels, saved as a run saves it."""
     torch.manual_seed(1)
-    names: Any = {
-        "id2label": dict(enumerate(labels.names)),
-        "label2id": {n: i for i, n in enumerate(labels.names)},
-    }
     model = AutoModelForSequenceClassification.from_pretrained(
-        sharp_model, num_labels=labels.size, problem_type=labels.problem_type, **names
+        sharp_model, num_labels=labels.size, problem_type=labels.problem_type
     )
+    model.config.id2label = dict(enumerate(labels.names))
+    model.config.label2id = {name: number for number, name in enumerate(labels.names)}
     model.classifier.weight.data *= 100
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(sharp_model).save_pretrained(folder)

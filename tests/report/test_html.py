@@ -12,21 +12,11 @@ import pytest
 from tests.report.made import DECISIONS, TITLES, add_comparison, make_run, write_lines
 from tests.runs import lines_of
 from toolkit.data.labels import Labels
-from toolkit.evaluation import Evaluation
 from toolkit.report.html import write_report, write_report_of_folder
 from toolkit.report.record import Record
 
 CHINESE = ("负面", "正面", "中性")
 NASTY = "<script>alert('x')</script> 这部电影 & “好”"
-Run = tuple[Path, Evaluation, list[str]]
-REGRESSION = {"loss": 0.1, "mse": 0.1, "mae": 0.3, "pearson": 0.9}
-
-
-VOID = "meta|link|br|hr|img|input"
-
-
-def regression(*names: str) -> Labels:
-    return Labels("regression", names, names)
 
 
 class Page:
@@ -35,7 +25,7 @@ class Page:
     def __init__(self, path: Path) -> None:
         self.source = path.read_text(encoding="utf-8")
         plain = re.sub('xlink:| xmlns="[^"]*"', "", self.source)
-        closed = re.sub(rf"<({VOID})\b([^>]*?)/?>", r"<\1\2/>", plain)
+        closed = re.sub(r"<(meta|link|br|hr|img|input)\b([^>]*?)/?>", r"<\1\2/>", plain)
         root = ElementTree.fromstring(closed)
         self.tags = [(element.tag, element.attrib) for element in root.iter()]
         self.rows: dict[str, list[list[str]]] = {}
@@ -45,10 +35,8 @@ class Page:
             if element.tag == "section":
                 section = element.attrib["id"]
             elif element.tag == "tr":
-                cells = [
-                    "".join(" ".join(text.split()) for text in cell.itertext()) for cell in element
-                ]
-                self.rows.setdefault(section, []).append(cells)
+                parts = [[" ".join(text.split()) for text in cell.itertext()] for cell in element]
+                self.rows.setdefault(section, []).append(["".join(cell) for cell in parts])
             elif element.tag in ("style", "script"):
                 element.text = ""
         self.texts = list(root.itertext())
@@ -78,98 +66,82 @@ def single(
     return predictions, {**numbers, "per_class": dict.fromkeys(names, scores)}
 
 
-@pytest.fixture
-def three(tmp_path: Path) -> Run:
-    """60 samples of three Chinese classes; every third text is nasty."""
-    labels = Labels("single_label_classification", CHINESE, ("label",))
-    chances = np.random.default_rng(0).dirichlet(np.ones(3), 60)
-    predictions, numbers = single(CHINESE, chances, [place % 3 for place in range(60)])
-    texts = [NASTY if place % 3 == 0 else f"第{place}条 " + "很长" * 400 for place in range(60)]
-    return tmp_path / "run", make_run(tmp_path / "run", labels, predictions, numbers), texts
-
-
-def written(run: Run) -> Page:
-    folder, _, texts = run
-    write_report(Record.load(folder), texts)
+def page_of(folder: Path, texts: Sequence[str] = ()) -> Page:
+    write_report(Record.load(folder), list(texts))
     return Page(folder / "report.html")
 
 
-def new_page(
-    folder: Path, labels: Labels | None, lines: list[Any], numbers: Any, texts: Sequence[str] = ()
-) -> Page:
-    return written((folder, make_run(folder, labels, lines, numbers), list(texts)))
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    """A run with 60 samples of three Chinese classes."""
+    labels = Labels("single_label_classification", CHINESE, ("label",))
+    chances = np.random.default_rng(0).dirichlet(np.ones(3), 60)
+    predictions, numbers = single(CHINESE, chances, [place % 3 for place in range(60)])
+    make_run(tmp_path / "run", labels, predictions, numbers)
+    return tmp_path / "run"
 
 
-def page_of(folder: Path) -> Page:
-    return Page(write_report_of_folder(folder))
-
-
-def test_a_classification(three: Run) -> None:
-    folder = three[0]
-    page = written(three)
+def test_a_classification(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    config = three / "config.json"
+    config.write_text(config.read_text().replace("recipes/", "/home/somebody/"))
+    texts = [NASTY if place % 3 == 0 else f"第{place}条 " + "很长" * 400 for place in range(60)]
+    page = page_of(three, texts)
     assert page.loads() == []
     assert {"script", "img", "iframe", "object"}.isdisjoint(tag for tag, _ in page.tags)
+    assert "somebody" not in page.source
     for shown in ("all-MiniLM-L6-v2 on train<1>.csv", "step 40", "accuracy 0.7500", "2 (zero2), bf16",
-                  "7,677 train", "accelerate_configs/zero2.yaml", "recipes/cls.py --seed 1",
+                  "7,677 train", "accelerate_configs/zero2.yaml", "~/cls.py --seed 1",
                   "learning_rate 5e-05", "40 of 40", "accuracy on validation"):  # fmt: skip
         assert shown in page.text
-    predictions = lines_of(folder / "predictions.jsonl")
+    predictions = lines_of(three / "predictions.jsonl")
     wrong = []
-    for line, text in zip(predictions, three[2], strict=True):
+    for line, text in zip(predictions, texts, strict=True):
         if line["label"] != line["prediction"]:
             error = 1 - line["probabilities"][CHINESE.index(line["label"])]
             shown = text if text == NASTY else text[:299] + "…"  # as text
             wrong.append([error, str(line["id"] + 1), shown, line["label"], line["prediction"]])
-    head, *rows = page.rows["mistakes"]
-    assert head == ["row", "text", "label", "prediction", "error"]
+    assert page.rows["mistakes"][0] == ["row", "text", "label", "prediction", "error"]
     expected = sorted(wrong, reverse=True)[:20]
-    assert rows == [[*row, f"{error:.4g}"] for error, *row in expected]
-    head, *rows = page.rows["confusion"]
-    assert head == ["", *CHINESE, "samples"]
-    for name, row in zip(CHINESE, rows, strict=True):
+    assert page.rows["mistakes"][1:] == [[*row, f"{error:.4g}"] for error, *row in expected]
+    assert page.rows["confusion"][0] == ["", *CHINESE, "samples"]
+    for name, row in zip(CHINESE, page.rows["confusion"][1:], strict=True):
         guesses = [line["prediction"] for line in predictions if line["label"] == name]
         counts = [guesses.count(guess) for guess in CHINESE]
         cells = [f"{count}{100 * count / len(guesses):.0f} %" if count else "·" for count in counts]
         assert row == [name, *cells, str(len(guesses))]
 
 
-@pytest.mark.usefixtures("without_charts")
-def test_the_home_folder_becomes_a_tilde(three: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/somebody")
-    path = three[0] / "config.json"
-    path.write_text(path.read_text().replace("recipes/", "/home/somebody/"))
-    source = written(three).source
-    assert "~/cls.py --seed 1" in source
-    assert "somebody" not in source
+ERRORS = {"loss": 0.1, "mse": 0.1, "mae": 0.3, "pearson": 0.9}
+ONE, TWO = (Labels("regression", names, names) for names in (("score",), ("taste", "price")))
+MULTI = Labels("multi_label_classification", ("a|b", "长", "c"), ("labels",))
+TAGGED = [
+    {"label": ["长"], "prediction": ["长"], "probabilities": [0.1, 0.9, 0.2]},
+    {"label": ["长"], "prediction": ["c"], "probabilities": [0.1, 0.3, 0.6]},
+    {"label": [], "prediction": ["a|b", "c"], "probabilities": [0.999, 0.2, 0.6]},
+]
+MISTAGGED = [["3", "bad", "none", "a|b,c", "0.999"], ["2", "fine", "长", "c", "0.7"]]
+TITLE = {"reference": "a", "prediction": "b", "scores": {"rougeL": 0.35}}
+NUMBERS = [{"label": row / 10, "prediction": row / 20} for row in (4, 10)]
+FAR_OFF = [["2", "fine", "1", "0.5000", "0.5"], ["1", NASTY, "0.4000", "0.2000", "0.2"]]
+PAIR = [{"label": [1, 2.5], "prediction": [2, 2.0]}]
+# labels, lines of predictions, numbers -> the worst mistakes
+TASKS: list[tuple[Any, list[Any], dict[str, Any], list[list[str]]]] = [
+    (None, [TITLE], TITLES, []),
+    (ONE, NUMBERS, ERRORS, FAR_OFF),
+    (TWO, PAIR, ERRORS, [["1", NASTY, "1,2.5000", "2,2.0000", "0.75"]]),
+    (MULTI, TAGGED, {"loss": 0.7, "accuracy": 0.33, "f1_macro": 0.5}, MISTAGGED),
+]
 
 
 @pytest.mark.usefixtures("without_charts")
-def test_other_tasks(tmp_path: Path) -> None:
-    lines = [{"id": 0, "reference": "a", "prediction": "b", "scores": {"rougeL": 0.35}}]
-    page = new_page(tmp_path / "titles", None, lines, TITLES)
-    assert "rougeL 0.3500" in page.text
-    assert "mistakes" not in page.rows
-    lines = [{"id": row, "label": row / 10, "prediction": row / 10 - row / 50} for row in range(30)]
-    texts = [f"text {row}" for row in range(30)]
-    page = new_page(tmp_path / "one", regression("score"), lines, REGRESSION, texts)
-    rows = page.rows["mistakes"][1:]
-    assert [int(row[0]) for row in rows] == list(range(30, 10, -1))
-    assert rows[0] == ["30", "text 29", "2.9000", "2.3200", "0.58"]
-    lines = [{"id": row, "label": [row, 2.5], "prediction": [row + 1, 2.0]} for row in range(3)]
-    page = new_page(tmp_path / "two", regression("taste", "price"), lines, REGRESSION)
-    assert page.rows["mistakes"][1] == ["1", "0,2.5000", "1,2.0000", "0.75"]
-    labels = Labels("multi_label_classification", ("a|b", "长", "c"), ("labels",))
-    lines = [
-        {"id": 0, "label": ["长"], "prediction": ["长"], "probabilities": [0.1, 0.9, 0.2]},
-        {"id": 5, "label": ["长"], "prediction": ["c"], "probabilities": [0.1, 0.3, 0.6]},
-        {"id": 9, "label": [], "prediction": ["a|b", "c"], "probabilities": [0.999, 0.2, 0.6]},
-    ]
-    numbers = {"loss": 0.7, "accuracy": 0.33, "f1_macro": 0.5, "f1_micro": 0.5}
-    page = new_page(tmp_path / "labels", labels, lines, numbers, ["fine", "mixed", NASTY])
-    assert page.rows["mistakes"][1:] == [
-        ["10", NASTY, "none", "a|b,c", "0.999"],
-        ["6", "mixed", "长", "c", "0.7"],
-    ]
+@pytest.mark.parametrize(("labels", "lines", "numbers", "mistakes"), TASKS)
+def test_other_tasks(
+    labels: Any, lines: list[Any], numbers: dict[str, Any], mistakes: Any, tmp_path: Path
+) -> None:
+    make_run(tmp_path / "run", labels, [{"id": n} | line for n, line in enumerate(lines)], numbers)
+    page = page_of(tmp_path / "run", [NASTY, "fine", "bad"])
+    assert page.rows.get("mistakes", [[]])[1:] == mistakes
     assert "confusion" not in page.rows
 
 
@@ -179,53 +151,39 @@ def test_two_thousand_classes_have_pairs_only(tmp_path: Path) -> None:
     labels = Labels("single_label_classification", names, ("label",))
     chances = np.full((30, 2000), 1e-4)
     chances[:, 7] = 0.9
-    predictions, numbers = single(names, chances, [11] * 20 + list(range(20, 30)))
-    page = new_page(tmp_path / "run", labels, predictions, numbers)
-    assert page.rows["confusion"][1] == ["class 11", "class 7", "20", "100 %"]
-    assert (len(page.rows["confusion"]), len(page.rows["classes"])) == (12, 2001)
+    make_run(tmp_path / "run", labels, *single(names, chances, [11] * 20 + list(range(20, 30))))
+    rows = page_of(tmp_path / "run").rows
+    assert rows["confusion"][1] == ["class 11", "class 7", "20", "100 %"]
+    assert (len(rows["confusion"]), len(rows["classes"])) == (12, 2001)
 
 
-@pytest.mark.usefixtures("without_charts")
-def test_the_report_of_a_folder(three: Run) -> None:
-    folder, last, _ = three
-    before = written((folder, last, [])).source
+def test_a_diverged_run_and_one_that_was_killed(three: Path) -> None:
     # an evaluation on truncated texts is no result of the run
-    add_comparison(folder, split="validation")
-    assert page_of(folder).source == before
-    # a killed run, whose last evaluation is not of the saved model
-    (folder / "model").mkdir()
-    (folder / "model" / "trainer_state.json").write_text('{"global_step": 20}')
-    text = page_of(folder).text
-    assert "The model at step 40" in text
-    assert "that of step 20" in text
-
-
-def test_a_diverged_run_and_one_that_was_not_evaluated(three: Run) -> None:
-    folder = three[0]
-    for name in ("metrics.jsonl", "eval.jsonl"):
-        lines = lines_of(folder / name)
-        write_lines(folder / name, [line | {"loss": None} for line in lines])
-    assert "loss –" in written(three).text
-    # killed before its first evaluation, in the middle of a line
-    (folder / "eval.jsonl").unlink()
-    (folder / "predictions.jsonl").unlink()
-    with (folder / "metrics.jsonl").open("a") as file:
+    add_comparison(three, split="validation")
+    (three / "model").mkdir()
+    (three / "model" / "trainer_state.json").write_text('{"global_step": 20}')
+    text = page_of(three).text
+    assert "accuracy 0.7500" in text
+    assert "that of step 20" in text  # and not the evaluated one
+    lines = lines_of(three / "metrics.jsonl")
+    write_lines(three / "metrics.jsonl", [line | {"loss": None} for line in lines])
+    (three / "eval.jsonl").unlink()
+    (three / "predictions.jsonl").unlink()
+    with (three / "metrics.jsonl").open("a") as file:
         file.write('{"step": 41, "lo')
-    page = page_of(folder)
+    page = Page(write_report_of_folder(three))
     assert "Not evaluated yet." in page.text
     assert [tag for tag, _ in page.tags].count("svg") == 5
 
 
 @pytest.mark.usefixtures("without_charts")
-def test_abstained_rows_are_not_mistakes(three: Run) -> None:
-    folder = three[0]
-    lines = lines_of(folder / "predictions.jsonl")
+def test_abstained_rows_are_not_mistakes(three: Path) -> None:
+    lines = lines_of(three / "predictions.jsonl")
     abstained = [line | {"prediction": None} for line in lines[:50]]
-    write_lines(folder / "predictions.jsonl", [*abstained, *lines[50:]])
-    tuned = lines_of(folder / "eval.jsonl")[-1] | {"decisions": DECISIONS}
-    write_lines(folder / "eval.jsonl", [tuned])
-    page = written(three)
-    assert ["ece", "0.2000", "0.1000"] in page.rows["decisions"]
-    wrong = [line["label"] != line["prediction"] for line in lines]
-    assert len(page.rows["mistakes"]) - 1 == sum(wrong[50:])
-    assert "The 50 samples without an answer" in page.text
+    write_lines(three / "predictions.jsonl", [*abstained, *lines[50:]])
+    tuned = lines_of(three / "eval.jsonl")[-1] | {"decisions": DECISIONS}
+    write_lines(three / "eval.jsonl", [tuned])
+    rows = page_of(three).rows
+    assert ["ece", "0.2000", "0.1000"] in rows["decisions"]
+    wrong = [line["label"] != line["prediction"] for line in lines[50:]]
+    assert len(rows["mistakes"]) - 1 == sum(wrong)

@@ -1,6 +1,5 @@
 """`--torch_compile`: equal numbers and names, few graphs; an error where it does not help."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +9,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import BertConfig, BertModel, BigBirdConfig, BigBirdModel
 
+from tests import inputs
 from tests.faults import refusal
-from tests.jobs_worker import run_jobs
+from tests.matrix import TINY, runs
 from tests.models.test_classifier import SIZES, load
-from tests.runs import WAYS, losses_of
+from tests.runs import losses_of
 from tests.training.test_optimizer import accelerator_with
 from toolkit.training.prepare import compile_layers
 
+WORDS = [*TINY, "--train_file", inputs.reviews, "--learning_rate", "3e-3", "--lr_scheduler_type",
+         "constant", "--per_device_batch_size", 5, "--global_batch_size", 22, "--eval_every", 4]  # fmt: skip
 SHAPES = [(3, 9), (4, 17), (2, 40), (1, 9), (5, 131), (3, 8), (3, 33), (7, 21)]
 
 
@@ -61,27 +63,17 @@ def test_unsuitable_models_and_strategies() -> None:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["single", "ddp x2", "zero2 x2", "fsdp2 x2"])
-def test_runs_resume_with_and_without_it(way: str, tiny_job: list[str], tmp_path: Path) -> None:
-    common = ["recipes.cls", *tiny_job, "--learning_rate", "3e-3", "--lr_scheduler_type", "constant",
-              "--per_device_batch_size", 5, "--global_batch_size", 22, "--eval_every", 4]  # fmt: skip
-    half, full = ["--max_steps", 4, "--checkpoint_every", 4], ["--max_steps", 8]
-    compiled, plain, on, off = (
-        ["--torch_compile"],
-        tmp_path / "plain",
-        tmp_path / "on",
-        tmp_path / "off",
-    )
-    jobs: list[list[Any]] = [
-        [*common, *full, "--output_dir", plain],
-        [*common, *half, "--output_dir", on],
-        [*common, *full, *compiled, "--output_dir", on],
-        [*common, *half, *compiled, "--output_dir", off],
-        [*common, *full, "--output_dir", off],
-    ]
-    assert "torch_compile: on a CPU" in run_jobs(tmp_path, WAYS[way], jobs, seconds=560).err
-    for run in (on, off):
-        assert losses_of(run) == pytest.approx(losses_of(plain), rel=1e-5)
-        settings = json.loads((run / "config.json").read_text())["settings"]
-        assert settings["torch_compile"] == (run == on)
-    weights = [load_file(run / "model" / "model.safetensors") for run in (on, plain)]
-    assert weights[0].keys() == weights[1].keys()
+def test_runs_resume_with_and_without_it(way: str) -> None:
+    def run(name: str, *more: Any) -> Path:
+        return runs(way).run(f"compile {name}", "recipes.cls", [*WORDS, *more])
+
+    on = ["--torch_compile"]
+    whole = run("no", "--max_steps", 8)
+    for name, first, second in (("on", [], on), ("off", on, [])):
+        half = run(f"half {name}", *first, "--max_steps", 4, "--checkpoint_every", 4)
+        last = half / "checkpoints" / "last"
+        resumed = run(f"resumed {name}", *second, "--max_steps", 8, "--resume", last)
+        assert losses_of(half) + losses_of(resumed) == pytest.approx(losses_of(whole), rel=1e-5)
+        weights = [load_file(each / "model" / "model.safetensors") for each in (resumed, whole)]
+        assert weights[0].keys() == weights[1].keys()
+    assert "torch_compile: on a CPU" in runs(way).log("compile resumed on")

@@ -32,8 +32,12 @@ def step_of(origin: Path | None) -> int | None:
     return folders.step_number(origin) if origin else None
 
 
-def test_auto_and_no(run: Path, tmp_path: Path) -> None:
-    """Other settings may differ."""
+PATHS = {"": 6, "checkpoints": 6, "checkpoints/step-00000002": 2, "checkpoints/best": 4}
+
+
+def test_auto_no_and_a_path(run: Path, tmp_path: Path) -> None:
+    """Other settings may differ. A damaged checkpoint that is named is an error; otherwise it is skipped:
+    tests/test_resume.py."""
     other = {
         "settings": {"train_file": "a.csv", "learning_rate": 1.0, "new_setting": 3},
         "identity": {**FACTS["identity"], "new": 1},
@@ -42,19 +46,8 @@ def test_auto_and_no(run: Path, tmp_path: Path) -> None:
         assert step_of(choose_origin("auto", run / "checkpoints", facts)) == 6
     assert choose_origin("auto", tmp_path / "new" / "checkpoints", FACTS) is None
     assert choose_origin("no", run / "checkpoints", FACTS) is None
-
-
-PATHS = {"": 6, "checkpoints": 6, "checkpoints/step-00000002": 2, "checkpoints/best": 4}
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_a_path(path: str, run: Path, tmp_path: Path) -> None:
-    origin = choose_origin(str(run / path), tmp_path / "elsewhere", FACTS)
-    assert step_of(origin) == PATHS[path]
-
-
-def test_a_damaged_checkpoint_is_an_error_if_it_is_named(run: Path) -> None:
-    """Otherwise it is skipped: tests/test_resume.py."""
+    for path, step in PATHS.items():
+        assert step_of(choose_origin(str(run / path), tmp_path / "new", FACTS)) == step
     folder = run / "checkpoints" / "step-00000006"
     flip(folder / folders.WEIGHTS_FILE)
     message = "^--resume .*: there is no whole checkpoint"

@@ -3,6 +3,7 @@ recipe's own objects of a resumed run. (Promise 3.)"""
 
 import json
 import random
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -57,9 +58,9 @@ def there_and_back(source: tuple[Any, Any], target: tuple[Any, Any]) -> None:
     set_scaler(*target, json.loads(json.dumps(scaler_state(*source))))
 
 
-def torchs(scale: float = 65536.0) -> tuple[Any, Any]:
+def torchs() -> tuple[Any, Any]:
     """(an accelerator, its optimizer) with torch's scaler."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+    scaler = torch.amp.GradScaler("cpu", growth_interval=3)
     scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
     return SimpleNamespace(scaler=scaler), SimpleNamespace()
 
@@ -70,36 +71,26 @@ def deepspeeds() -> tuple[Any, Any]:
     return SimpleNamespace(scaler=None), SimpleNamespace(optimizer=zero)
 
 
-def overflow_pattern(pair: tuple[Any, Any]) -> list[float]:
-    """The scales that follow, with an overflow at the second and sixth step."""
-    scaler, scales = pair[1].optimizer.loss_scaler, []
-    for step in range(8):
-        scaler.update_scale(step in (1, 5))
-        scales.append(scaler.cur_scale)
-    return scales
-
-
-def test_a_scaler_resumes_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_scale_resumes_and_crosses_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the steps since its last overflow."""
     # rank 0 logs
     monkeypatch.setattr("deepspeed.runtime.fp16.loss_scaler.dist.get_rank", lambda: 1)
-    source, target = deepspeeds(), deepspeeds()
-    overflow_pattern(source)
-    there_and_back(source, target)
-    assert overflow_pattern(target) == overflow_pattern(source) != overflow_pattern(deepspeeds())
-    source, target = torchs(1024.0), torchs()
-    source[0].scaler._growth_tracker.fill_(2)
-    there_and_back(source, target)
-    assert target[0].scaler.state_dict() == source[0].scaler.state_dict()
-
-
-def test_a_scale_crosses_strategies() -> None:
-    ours, theirs = torchs(512.0), deepspeeds()
+    (ours, theirs), (new_ours, new_theirs) = ((torchs(), deepspeeds()) for _ in range(2))
+    ours[0].scaler.update(512.0)
+    ours[0].scaler._growth_tracker.fill_(2)
+    there_and_back(ours, new_ours)
+    assert new_ours[0].scaler.state_dict() == ours[0].scaler.state_dict()
+    scaler, new_scaler = (each[1].optimizer.loss_scaler for each in (theirs, new_theirs))
+    for step in range(5):
+        scaler.update_scale(step == 2)
+    there_and_back(theirs, new_theirs)
+    for each in (scaler, new_scaler):
+        each.update_scale(False)
+    assert new_scaler.cur_scale == scaler.cur_scale == 2**16
     there_and_back(ours, theirs)
-    scaler = theirs[1].optimizer.loss_scaler
     assert scaler.cur_scale == 512.0
-    scaler.cur_scale = 128.0
-    there_and_back(theirs, ours)
-    assert ours[0].scaler.get_scale() == 128.0
+    there_and_back(new_theirs, ours)
+    assert ours[0].scaler.get_scale() == 2**16
     assert ours[0].scaler.get_growth_interval() == 3  # unchanged
 
 
@@ -130,16 +121,11 @@ def test_registered_objects() -> None:
     refusal(registered_content, accelerator(SimpleNamespace()), match=message)
 
 
-def draws() -> list[float]:
-    """Of Python and NumPy also the second of a pair that each stores."""
-    gauss = [random.gauss(0, 1), np.random.randn()]
-    return [*gauss, random.random(), np.random.rand(), torch.rand(1).item()]
-
-
 def test_random_states_there_and_back() -> None:
-    draws()
+    """Of Python and NumPy also the second of a pair that each stores."""
+    draws = (partial(random.gauss, 0, 1), np.random.randn, random.random, partial(torch.rand, 1))
+    numbers = [draw() for draw in draws]
     states = json.loads(json.dumps(random_states(torch.device("cpu"))))
-    first = draws()
-    draws()
+    numbers = [draw() for draw in draws]
     set_random_states(states)
-    assert draws() == first
+    assert [draw() for draw in draws] == numbers

@@ -45,11 +45,7 @@ def test_accumulation(per_device: int, processes: int, accumulation: int) -> Non
 
 def test_a_text_longer_than_any_batch() -> None:
     train = of_lengths(np.array([8, 100, 30]))
-    says = (
-        "--max_tokens_per_batch 99",
-        "the longest text, which has 100 tokens",
-        "--max_length 99",
-    )
+    says = ("--max_tokens_per_batch 99", "100 tokens", "--max_length 99")
     refusal(max_micro_batches, TrainingSettings(max_tokens_per_batch=99), train, 1, says=says)
     max_micro_batches(TrainingSettings(max_tokens_per_batch=100), train, 1)
 
@@ -66,11 +62,8 @@ def test_a_text_longer_than_any_batch() -> None:
 def test_evaluations(options: dict[str, Any], steps: list[int]) -> None:
     schedule = make_schedule(TrainingSettings(**options), of_lengths(np.full(100, 8)))
     run: Any = SimpleNamespace(schedule=schedule)
-    due = [
-        Step(run, number, np.zeros(0), [], 1).evaluates
-        for number in range(1, schedule.total_steps + 1)
-    ]
-    assert [number for number, evaluates in enumerate(due, 1) if evaluates] == steps
+    numbers = range(1, schedule.total_steps + 1)
+    assert [n for n in numbers if Step(run, n, np.zeros(0), [], 1).evaluates] == steps
 
 
 def test_a_step_has_no_attributes_of_a_recipe() -> None:
@@ -89,19 +82,3 @@ def test_a_scheduler_is_one_of_the_prepared_optimizer() -> None:
     for wrong in (make(other), make):
         says = ["run.prepare(model, optimizer, scheduler)"]
         refusal(make_scheduler, prepared, TrainingSettings(), 9, wrong, says=says)
-
-
-@pytest.mark.parametrize(
-    ("options", "warmup"),
-    [({}, 0), ({"warmup_steps": 3}, 3), ({"warmup_ratio": 0.2}, 2), ({"warmup_ratio": 0.11}, 2)],
-)
-def test_warmup_is_counted_in_optimizer_steps(options: dict[str, Any], warmup: int) -> None:
-    accelerator = Accelerator(cpu=True)
-    optimizer = accelerator.prepare(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
-    accelerator.sync_gradients = True
-    scheduler = make_scheduler(optimizer, TrainingSettings(learning_rate=1.0, **options), 10)
-    for step in range(10):
-        expected = step / warmup if step < warmup else (10 - step) / (10 - warmup)
-        assert scheduler.get_last_lr() == pytest.approx([expected])
-        optimizer.step()
-        scheduler.step()

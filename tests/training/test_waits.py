@@ -7,14 +7,11 @@ the numbers read by the host, each as [operator, the bytes that a ring sends fro
 
 import json
 import sys
-import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -26,10 +23,6 @@ from recipes import cls
 from tests import inputs
 from tests.matrix import TINY, runs, words_of
 from tests.runs import assert_same_run, lines_of, recipe
-from tests.splits import of_lengths
-from toolkit.config import TrainingSettings
-from toolkit.training.optimizer import make_scheduler
-from toolkit.training.schedule import make_schedule
 from toolkit.training.steps import Steps
 
 SETTINGS = [*TINY, "--train_file", inputs.reviews, "--max_steps", 10, "--eval_every", 8, "--global_batch_size", 12,
@@ -65,31 +58,6 @@ def test_pending_steps_are_logged_before_an_error(tmp_path: Path) -> None:
     assert [each["step"] for each in lines] == [*range(1, len(lines) + 1)] != []
     assert all(each["loss"] is not None for each in lines)
     finished.says_in_one_line(f"error: step {len(lines) + 1}: the loss of rows")
-
-
-def test_a_step_allocates_nothing_of_the_size_of_the_data(accelerator: Accelerator) -> None:
-    """An array over all samples would take 8 bytes for each. The model computes nothing."""
-    samples, settings = 1_000_000, TrainingSettings(max_steps=6)
-    split = of_lengths(np.full(samples, 3))
-    model: Any = torch.nn.Linear(1, 1)
-    optimizer: Any = torch.optim.SGD(model.parameters())
-    model, optimizer = accelerator.prepare(model, optimizer)
-    schedule = make_schedule(settings, split)
-    scheduler = make_scheduler(optimizer, settings, schedule.total_steps)
-    tokenizer = SimpleNamespace(pad_token_id=0, padding_side="right")
-    steps = Steps(accelerator, split, tokenizer, settings, schedule, model, optimizer, scheduler)
-    allocated = []
-    for step in steps:
-        for _ in step.micro_batches(model):
-            pass
-        if tracemalloc.is_tracing():
-            allocated.append(tracemalloc.get_traced_memory()[1])
-            tracemalloc.reset_peak()
-        else:
-            tracemalloc.start()
-    tracemalloc.stop()
-    assert len(allocated) == 5
-    assert max(allocated) < samples
 
 
 class Waits(TorchDispatchMode):

@@ -70,10 +70,3 @@ def test_two_processes_build_once() -> None:
     with ThreadPoolExecutor(2) as pool:
         one, other = pool.map(build, [fill, fill])
     assert (one, len(drafts)) == (other, 1)
-
-
-def test_drafts_of_killed_builds_are_removed(toolkit_cache: Path) -> None:
-    for kind in ("draft", "old"):
-        (toolkit_cache / "tokens" / f".abc.{kind}-0123456789abcdef").mkdir(parents=True)
-    folder = build(fill_well)
-    assert [path for path in folder.parent.iterdir() if path.is_dir()] == [folder]

@@ -3,26 +3,21 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.runs import start
 
 LINE = "import toolkit.launch, logging; logging.getLogger('toolkit').info('a line')"
+SETUP = "import logging; logging.basicConfig(level='INFO', "
+CASES = {
+    LINE: "a line\n",
+    f"{LINE}; logging.info('theirs'); {LINE}": "a line\na line\n",  # once each
+    f"{SETUP}format='%(name)s %(message)s'); {LINE}": "toolkit a line\n",  # an application's
+    f"{SETUP}filename='log'); {LINE}": "",
+}
 
 
-def stderr_of(code: str, cwd: Path) -> str:
-    done = start([sys.executable, "-c", code], cwd=cwd).succeeded()
-    assert done.out == ""
-    return done.err
-
-
-def test_line_is_printed_once(tmp_path: Path) -> None:
-    assert stderr_of(LINE, tmp_path) == "a line\n"
-    assert stderr_of(f"{LINE}; logging.info('theirs'); {LINE}", tmp_path) == "a line\na line\n"
-
-
-def test_applications_logging_is_kept(tmp_path: Path) -> None:
-    form = "format='%(levelname)s %(name)s %(message)s'"
-    basic = f"import logging; logging.basicConfig(level='INFO', {form}); {LINE}"
-    assert stderr_of(basic, tmp_path) == "INFO toolkit a line\n"
-    to_file = f"import logging; logging.basicConfig(filename='log', level='INFO'); {LINE}"
-    assert stderr_of(to_file, tmp_path) == ""
-    assert "a line" in (tmp_path / "log").read_text()
+@pytest.mark.parametrize("code", CASES)
+def test_lines(code: str, tmp_path: Path) -> None:
+    done = start([sys.executable, "-c", code], cwd=tmp_path).succeeded()
+    assert (done.out, done.err) == ("", CASES[code])
