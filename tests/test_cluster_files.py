@@ -2,10 +2,8 @@
 
 import os
 import re
-import signal
 import subprocess
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +23,11 @@ STUB = """#!/bin/bash
 echo "$(basename "$0") $*" >> {folder}/log
 [ "$1" != show ] || printf 'gpu03\\ngpu04\\n'
 trap 'exit 138' USR1
-touch {folder}/here
 case {what} in
-    waits) for _ in $(seq 200); do sleep 0.1; done;;
+    warned)  # as soon as the batch script catches the signal
+        until (( 0x$(sed -n 's/SigCgt:\\t//p' /proc/$PPID/status) & 0x200 )); do sleep 0.02; done
+        kill -USR1 $PPID
+        for _ in $(seq 200); do sleep 0.1; done;;
     stops) exit 143;;
     fails) exit 3;;
 esac
@@ -61,13 +61,6 @@ def options_of(name: str) -> dict[str, str]:
     return options
 
 
-def test_each_slurm_file_starts_the_right_tasks() -> None:
-    by_accelerate, by_srun = map(options_of, (BY_ACCELERATE, BY_SRUN))
-    assert by_accelerate["nodes"] == by_srun["nodes"] == "2"
-    assert by_accelerate["ntasks-per-node"] == "1"
-    assert by_srun["ntasks-per-node"] == by_srun["gpus-per-node"]
-
-
 def test_shards_match_the_tasks(tmp_path: Path) -> None:
     assert options_of("slurm-predict.sbatch")["array"] == "1-64"
     job = yaml.safe_load(text_of("predict-job.yaml"))["spec"]
@@ -97,75 +90,56 @@ def path_with(folder: Path) -> dict[str, str]:
     return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
 
 
-def start_batch(
-    name: str, what: str, folder: Path, restarts: int = 0, **variables: str
-) -> subprocess.Popen[str]:
+def run_batch(name: str, what: str, folder: Path, **variables: str) -> tuple[int, str]:
+    """Its exit code, and what it called."""
     for command, end in (("srun", what), ("scontrol", "nothing")):
         write_program(folder / command, STUB.format(folder=folder, what=end))
     text = text_of(name).replace("source .venv/bin/activate\n", "")
     (folder / name).write_text(text.replace("runs/reviews", str(folder / "run")), encoding="utf-8")
-    job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_RESTART_COUNT": str(restarts)}
+    job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2"}
     env = {**os.environ, **job, **variables, **path_with(folder)}
-    command = ["bash", folder / name]
-    return subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+    code = subprocess.call(["bash", folder / name], cwd=ROOT, env=env, timeout=60)
+    return code, (folder / "log").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
     ("name", "what", "restarts", "code", "requeued"),
     [
-        (BY_ACCELERATE, "finishes", 0, 0, False),
-        (BY_SRUN, "fails", 0, 3, False),
-        (BY_ACCELERATE, "is warned", 0, 0, True),
-        (BY_SRUN, "is warned", 0, 0, True),
-        (BY_SRUN, "is warned", 20, 1, False),  # for the last time
-        (BY_ACCELERATE, "stops", 0, 0, True),  # without a warning
+        (BY_ACCELERATE, "finishes", "0", 0, False),
+        (BY_SRUN, "fails", "0", 3, False),
+        (BY_ACCELERATE, "warned", "0", 0, True),
+        (BY_SRUN, "warned", "0", 0, True),
+        (BY_SRUN, "warned", "20", 1, False),  # for the last time
+        (BY_ACCELERATE, "stops", "0", 0, True),  # without a warning
     ],
 )
 def test_when_a_job_is_requeued(
-    name: str, what: str, restarts: int, code: int, requeued: bool, tmp_path: Path
+    name: str, what: str, restarts: str, code: int, requeued: bool, tmp_path: Path
 ) -> None:
-    process = start_batch(name, what.replace("is warned", "waits"), tmp_path, restarts)
-    if what == "is warned":
-        wait_for_trap(process.pid, tmp_path / "here")
-        process.send_signal(signal.SIGUSR1)
-    error = process.communicate(timeout=30)[1]
-    called = (tmp_path / "log").read_text(encoding="utf-8")
-    assert (process.returncode, "scontrol requeue 4711" in called) == (code, requeued), error
+    ended, called = run_batch(name, what, tmp_path, SLURM_RESTART_COUNT=restarts)
+    assert (ended, "scontrol requeue 4711" in called) == (code, requeued)
 
 
-def wait_for_trap(pid: int, here: Path) -> None:
-    """Until srun runs, and the shell catches SIGUSR1."""
-    deadline, has_trap = time.monotonic() + 30, False
-    while not (here.exists() and has_trap):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-        (caught,) = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
-        has_trap = bool(int(caught, 16) >> (signal.SIGUSR1 - 1) & 1)
-
-
-def started_by(name: str, folder: Path, **variables: str) -> tuple[list[str], str]:
-    """The arguments of `python` in the batch file's srun, and the log."""
-    start_batch(name, "finishes", folder, **variables).communicate(timeout=30)
-    log = (folder / "log").read_text(encoding="utf-8")
-    return re.findall(" python (.*)", log)[0].split(), log
-
-
-def test_each_node_of_a_slurm_job_starts_its_part(tmp_path: Path) -> None:
-    (script, *words), _ = started_by(BY_ACCELERATE, tmp_path)
+def test_each_slurm_file_starts_its_tasks(tmp_path: Path) -> None:
+    """One launcher on each node, or srun as the launcher of each task, whose ranks are those of its variables
+    (tests/launch/test_environment.py). With DOCTOR each node tests itself before."""
+    by_accelerate, by_srun = map(options_of, (BY_ACCELERATE, BY_SRUN))
+    assert by_accelerate["nodes"] == by_srun["nodes"] == "2"
+    assert by_accelerate["ntasks-per-node"] == "1"
+    assert by_srun["ntasks-per-node"] == by_srun["gpus-per-node"]
+    called = run_batch(BY_ACCELERATE, "finishes", tmp_path)[1]
+    script, *words = re.findall(" python (.*)", called)[0].split()
     options, rest = split_arguments(words)
     assert "--checkpoint_every" in rest
     for rank in (0, 1):
         machines = plan_launch(options, [script, *rest], {"SLURM_NODEID": str(rank)}).machines
         assert (machines.rank, machines.count, machines.first) == (rank, 2, "gpu03")
-
-
-def test_srun_is_the_launcher_of_each_task(tmp_path: Path) -> None:
-    """Ranks from its variables: tests/launch/test_environment.py. With DOCTOR each node tests itself before."""
-    words, log = started_by(BY_SRUN, tmp_path, DOCTOR="yes")
+    called = run_batch(BY_SRUN, "finishes", tmp_path, DOCTOR="yes")[1]
+    words = re.findall(" python (.*)", called)[-1].split()
     assert split_arguments(words)[0].config_file is None
     assert "export MASTER_ADDR=$(scontrol show hostnames" in text_of(BY_SRUN)
     command = "toolkit doctor --num_machines 2 --main_process_ip gpu03\n"
-    assert f"--ntasks=2 --ntasks-per-node=1 {command}" in log
+    assert f"--ntasks=2 --ntasks-per-node=1 {command}" in called
 
 
 def pod_of(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -183,40 +157,35 @@ def pod_of(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return {**container, "processes": trainer["numProcPerNode"]}, pod
 
 
-@pytest.mark.parametrize("name", ["pytorchjob.yaml", "trainjob.yaml"])
-def test_pods_share_a_volume_and_use_each_gpu(name: str, tmp_path: Path) -> None:
-    container, pod = pod_of(name)
-    claim = yaml.safe_load(text_of("volume.yaml"))
-    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
-    volumes: Mapping[str, Any] = {volume["name"]: volume for volume in pod["volumes"]}
-    assert volumes["shared"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
-    assert {"/shared", "/dev/shm"} == {mount["mountPath"] for mount in container["volumeMounts"]}
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == container["processes"]
-    env = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "1"}
-    env |= {"PET_MASTER_ADDR": "reviews-0"}
-    env |= {entry["name"]: entry["value"] for entry in container["env"]}
-    arguments = [word.replace("/shared", str(tmp_path)) for word in container["args"]]
-    starts_rank_one_of_sixteen(["bash", FOLDER / "pod.sh", *arguments], env, tmp_path)
-
-
-def test_a_skypilot_task_starts_a_process_for_each_gpu(tmp_path: Path) -> None:
-    """With the variables of SkyPilot's manual (Distributed Jobs on Many Nodes)."""
-    task = yaml.safe_load(text_of("skypilot.yaml"))
-    assert all(line.startswith("/shared") for line in task["volumes"])
-    env = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "reviews-0\nreviews-1", **task["envs"]}
-    env["SKYPILOT_NUM_NODES"] = str(task["num_nodes"])
-    env["SKYPILOT_NUM_GPUS_PER_NODE"] = task["resources"]["accelerators"].partition(":")[2]
-    script = task["run"].replace("source .venv", "true .venv").replace("/shared", str(tmp_path))
-    starts_rank_one_of_sixteen(["bash", "-ec", script], env, tmp_path)
-
-
-def starts_rank_one_of_sixteen(
-    command: Sequence[str | Path], env: Mapping[str, str], folder: Path
-) -> None:
-    log = folder / "arguments"
-    write_program(folder / "python", f'#!/bin/bash\nprintf "%s\\n" "$@" > {log}\n')
-    variables = {**os.environ, **env, **path_with(folder)}
-    subprocess.run(command, cwd=ROOT, env=variables, check=True, timeout=60)
+@pytest.mark.parametrize("name", ["pytorchjob.yaml", "trainjob.yaml", "skypilot.yaml"])
+def test_each_pod_starts_a_process_for_each_gpu(name: str, tmp_path: Path) -> None:
+    """On a shared volume. For SkyPilot with the variables of its manual (Distributed Jobs on Many Nodes)."""
+    if name == "skypilot.yaml":
+        task = yaml.safe_load(text_of(name))
+        assert all(line.startswith("/shared") for line in task["volumes"])
+        env = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "reviews-0\nreviews-1"}
+        env |= {**task["envs"], "SKYPILOT_NUM_NODES": str(task["num_nodes"])}
+        env["SKYPILOT_NUM_GPUS_PER_NODE"] = task["resources"]["accelerators"].partition(":")[2]
+        command = ["bash", "-ec", task["run"].replace("source .venv", "true .venv")]
+    else:
+        container, pod = pod_of(name)
+        claim = yaml.safe_load(text_of("volume.yaml"))
+        assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+        volumes: Mapping[str, Any] = {volume["name"]: volume for volume in pod["volumes"]}
+        name_of_claim = volumes["shared"]["persistentVolumeClaim"]["claimName"]
+        assert name_of_claim == claim["metadata"]["name"]
+        mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+        assert mounts == {"/shared", "/dev/shm"}
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == container["processes"]
+        env = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "1"}
+        env["PET_MASTER_ADDR"] = "reviews-0"
+        env |= {entry["name"]: entry["value"] for entry in container["env"]}
+        command = ["bash", str(FOLDER / "pod.sh"), *container["args"]]
+    log = tmp_path / "arguments"
+    write_program(tmp_path / "python", f'#!/bin/bash\nprintf "%s\\n" "$@" > {log}\n')
+    command = [word.replace("/shared", str(tmp_path)) for word in command]
+    env = {**os.environ, **env, **path_with(tmp_path)}
+    subprocess.run(command, cwd=ROOT, env=env, check=True, timeout=60)
     script, *words = log.read_text(encoding="utf-8").splitlines()
     options, rest = split_arguments(words)
     request = plan_launch(options, [script, *rest], {})
