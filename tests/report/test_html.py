@@ -123,7 +123,7 @@ TAGGED = [
 MISTAGGED = [["3", "bad", "none", "a|b,c", "0.999"], ["2", "fine", "长", "c", "0.7"]]
 TITLE = {"reference": "a", "prediction": "b", "scores": {"rougeL": 0.35}}
 NUMBERS = [{"label": row / 10, "prediction": row / 20} for row in (4, 10)]
-FAR_OFF = [["2", "fine", "1", "0.5000", "0.5"], ["1", NASTY, "0.4000", "0.2000", "0.2"]]
+FAR_OFF = [["2", "fine", "1.0000", "0.5000", "0.5"], ["1", NASTY, "0.4000", "0.2000", "0.2"]]
 PAIR = [{"label": [1, 2.5], "prediction": [2, 2.0]}]
 # labels, lines of predictions, numbers -> the worst mistakes
 TASKS: list[tuple[Any, list[Any], dict[str, Any], list[list[str]]]] = [
