@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from tests import inputs
-from tests.runs import run_of
 from toolkit.utils import log
 
 # Set before any test module imports `datasets`, which reads its folder once; processes started by tests inherit it.
@@ -45,11 +44,10 @@ pytest_plugins = ["tests.hosts", "tests.prepared"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start several processes first, then others that start processes: they take longest, and no worker of
-    several should wait for them at the end."""
-    units = "checkpoint data evaluation launch models objective report training".split()
-    several = {item.path for item in items if item.get_closest_marker("multiprocess")}
-    items.sort(key=lambda item: (item.path not in several, item.path.parent.name in units))
+    """Tests of the whole first: they take longest, and no worker of several should wait for them at the end."""
+    units = "commands data evaluation launch models objective report utils".split()
+    whole = Path(__file__).parent
+    items.sort(key=lambda item: (item.path.parent != whole, item.path.parent.name in units))
 
 
 def pytest_unconfigure() -> None:
@@ -150,9 +148,3 @@ def tiny_job(tiny_model: Path, reviews: Path) -> list[str]:
     """Settings of a run whose losses can be compared; it wants its steps and its global batch."""
     return ["--model_name_or_path", str(tiny_model), "--train_file", str(reviews), "--per_device_batch_size", "4",
             "--dropout", "0", "--mixed_precision", "no", "--report_to", "none"]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Path:
-    """The run of one process with the `settings` of the test's file."""
-    return run_of(settings, tmp_path_factory.mktemp("reference") / "run")

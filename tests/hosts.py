@@ -25,7 +25,7 @@ import psutil
 import pytest
 
 from tests.inputs import session_folder
-from tests.runs import Finished, Process, begin, fork
+from tests.runs import Finished, Process, begin, fork, words_of
 
 HOSTS = ("a", "b")
 NAMES = {"a": "hostA", "b": "hostB"}
@@ -80,7 +80,7 @@ class TwoHosts:
     def start(
         self,
         host: str,
-        command: Sequence[str | Path],
+        command: Sequence[Any],
         env: Mapping[str, str] | None = None,
         binds: Mapping[str | Path, str | Path] | None = None,
         fresh: bool | None = None,
@@ -88,7 +88,7 @@ class TwoHosts:
         """Starts a program on a host. `binds`: path -> file to mount there, for this program only.
         `fresh`: never as a fork."""
         variables = {"TMPDIR": str(self._folder / host), **(env or {})}
-        program, *words = map(str, command)
+        program, *words = words_of(command)
         files = {str(path): str(source) for path, source in (binds or {}).items()}
         is_python = program == sys.executable and words[0] != "-c"
         if program == "accelerate":
@@ -102,7 +102,7 @@ class TwoHosts:
             prepare = [f"echo {NAMES[host]} > /proc/sys/kernel/hostname", *mounts, 'exec "$@"']
             shell = ["unshare", "--uts", "--", "sh", "-ec", "\n".join(prepare), "sh"]
             enter = ["ip", "netns", "exec", self._spaces[host], *shell]
-            process = begin([*enter, *map(str, command)], variables)
+            process = begin([*enter, *command], variables)
         self._started.append(process)
         return process
 

@@ -30,7 +30,7 @@ from filelock import FileLock, Timeout
 
 from tests import inputs
 from tests.process_group import ProcessGroup
-from tests.runs import ROOT
+from tests.runs import ROOT, words_of
 
 WAYS = ("single", "ddp x2", "zero1 x2", "zero2 x2", "zero3 x2", "fsdp2 x2", "ddp x3")
 GROUPS = 2
@@ -55,6 +55,7 @@ def teacher(job: str) -> Callable[[], Path]:
 
 QUIET = ["--dropout", 0, "--mixed_precision", "no", "--report_to", "none"]
 TINY = ["--model_name_or_path", inputs.tiny_model, *QUIET]
+REVIEWS = [*TINY, "--train_file", inputs.reviews, "--global_batch_size", 12]
 # 190 rows to train on: clipping bites, the schedule warms up and decays, the two sizes divide neither each other nor
 # the data, the last batch of the epoch is incomplete, and the next epoch begins
 PLAIN = [*TINY, "--train_file", inputs.reviews, "--global_batch_size", 22, "--warmup_ratio", 0.2, "--max_grad_norm",
@@ -158,11 +159,6 @@ JOBS: dict[str, Job] = {
 for name in ("pairs", "lora recomputed", "two terms", "sampling"):
     words = [*JOBS[name].words, "--padding_free", "true"]
     JOBS[f"padding-free {name}"] = Job("recipes.cls", words, reference=name)
-
-
-def words_of(words: Words) -> list[str]:
-    """The words, with what their functions return."""
-    return [str(word() if callable(word) else word) for word in words]
 
 
 class JobError(Exception):

@@ -53,6 +53,11 @@ def slow_but(cases: Iterable[Any], *quick: Any) -> list[Any]:
     return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
+def words_of(words: Iterable[Any]) -> list[str]:
+    """The words of a command line; functions are called, for a file that must be made."""
+    return [str(word() if callable(word) else word) for word in words]
+
+
 @dataclass(frozen=True)
 class Finished:
     """The result of a command."""
@@ -166,19 +171,17 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def begin(
-    command: Sequence[str | Path], env: Mapping[str, str] | None = None, cwd: Path = ROOT
-) -> Process:
+def begin(words: Sequence[Any], env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Process:
     folder = _new_folder()
     with (folder / "out").open("ab") as out, (folder / "err").open("ab") as err:
         process = subprocess.Popen(
-            list(map(str, command)), cwd=cwd, env={**environment(), **(env or {})}, stdin=subprocess.DEVNULL,
+            words_of(words), cwd=cwd, env={**environment(), **(env or {})}, stdin=subprocess.DEVNULL,
             stdout=out, stderr=err, start_new_session=True)  # fmt: skip
     return Process(folder, process.pid, process.poll)
 
 
 def fork(
-    words: Sequence[str | Path], env: Mapping[str, str] | None = None, largest_file: int | None = None,
+    words: Sequence[Any], env: Mapping[str, str] | None = None, largest_file: int | None = None,
     stdin: bool = False, imported: tuple[str, ...] = (), early: Mapping[str, str] | None = None, cwd: Path = ROOT,
     inside: Mapping[str, Any] | None = None,
 ) -> Process:  # fmt: skip
@@ -191,7 +194,7 @@ def fork(
         pipe = os.open(folder / "in", os.O_RDWR)
     variables = {**environment(), **(early or {}), **(env or {})}
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    request = {"argv": [str(word) for word in words], "env": variables, "folder": str(folder), "cwd": str(cwd),
+    request = {"argv": words_of(words), "env": variables, "folder": str(folder), "cwd": str(cwd),
                "cores": cores, "largest_file": largest_file, "inside": inside}  # fmt: skip
     server = _fork_server(imported, tuple((early or {}).items()))
     print(json.dumps(request), file=server, flush=True)
@@ -232,16 +235,16 @@ def _fork_server(imported: tuple[str, ...], early: tuple[tuple[str, str], ...]) 
 
 
 def start(
-    command: Sequence[str | Path], seconds: float = 240, env: Mapping[str, str] | None = None, fresh: bool = False,
+    command: Sequence[Any], seconds: float = 240, env: Mapping[str, str] | None = None, fresh: bool = False,
     cwd: Path = ROOT,
 ) -> Finished:  # fmt: skip
     """Runs a command. `toolkit` and launchers start in a fork, unless `fresh` or in another folder."""
-    program, *words = map(str, command)
+    program, *words = words_of(command)
     with port_of(command):
         if program not in ("toolkit", *_LAUNCHERS) or fresh or cwd != ROOT:
-            process = begin(command, env, cwd)
+            process = begin([program, *words], env, cwd)
         elif program == "toolkit":
-            process = fork(["-m", *command], env)
+            process = fork(["-m", program, *words], env)
         else:
             process = fork([Path(sys.executable).with_name(program), *words], env)
         with process:
@@ -249,7 +252,7 @@ def start(
 
 
 def recipe(
-    *arguments: str | Path, script: str = "recipes/cls.py", seconds: float = 240, env: Mapping[str, str] | None = None,
+    *arguments: Any, script: str | Path = "recipes/cls.py", seconds: float = 240, env: Mapping[str, str] | None = None,
     pages: bool | Iterable[str] = False, **options: Any,
 ) -> Finished:  # fmt: skip
     """Runs `python SCRIPT ARGUMENTS` in a fork. Without `pages` (all, or those of runs of these names) report.html is
@@ -288,7 +291,7 @@ def groups(module: str, words: Mapping[int, Sequence[str | Path]], seconds: floa
             process.finish(seconds).succeeded()
 
 
-def run_of(settings: Sequence[str], folder: Path) -> Path:
+def run_of(settings: Sequence[Any], folder: Path) -> Path:
     """Runs one process with these settings; returns the run's folder."""
     train(*settings, "--output_dir", folder)
     return folder

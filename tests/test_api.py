@@ -57,7 +57,6 @@ def runs(tiny_model: Path, reviews: Path, tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
-@pytest.mark.multiprocess
 def test_a_notebook_trains_as_a_script_does(runs: Path) -> None:
     for name, processes in {"plain": 1, "notebook": 2}.items():
         world = json.loads((runs / name / "config.json").read_text())["world"]
@@ -68,7 +67,6 @@ def test_a_notebook_trains_as_a_script_does(runs: Path) -> None:
     assert (runs / "notebook" / "report.html").is_file()
 
 
-@pytest.mark.multiprocess
 def test_predict_evaluate_convert(
     runs: Path, reviews: Path, tmp_path: Path, no_launcher: None, capsys: Any
 ) -> None:

@@ -99,7 +99,6 @@ def test_one_process(name: str, tmp_path: Path) -> None:
     assert_predicts(one, rows(), tmp_path / "rows.jsonl")
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "case",
     slow_but(product(SOURCES, ARCHITECTURES), *(("fsdp2 x2", name) for name in FEW)),

@@ -28,7 +28,6 @@ WAYS: dict[str, list[str]] = {name: [] for name in CASES}
 WAYS |= {"unseen label, two processes": DDP, "wrong settings, two processes": DDP}
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("name", slow_but(WAYS, *list(WAYS)[:-1]))
 def test_one_line(name: str, tmp_path: Path, tiny_model: Path) -> None:
     content, words, says = CASES[name.partition(",")[0]]

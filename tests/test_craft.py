@@ -26,7 +26,6 @@ def run(way: str, name: str, kind: str, *more: Any) -> Path:
     return runs(way).run(f"{name} {kind}", job.recipe, [*job.words, *more])
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("case", slow_but(CASES, *CASES[:QUICK]), ids=", ".join)
 def test_a_resumed_run_continues_the_uninterrupted_one(case: tuple[str, str, str]) -> None:
     way, name, other = case

@@ -44,14 +44,12 @@ def saved(way: str, kind: str) -> Path:
     return folders.step_folder(run(way, kind) / "checkpoints", SAVED_AT)
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("ways", slow_but(product(ORDER, ORDER), *QUICK), ids=" -> ".join)
 def test_from_any_to_any(ways: tuple[str, str]) -> None:
     source, way = ways
     assert_same_run(run(way, source=source), run("single"), after=SAVED_AT)
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "way", slow_but(["zero3 x2", "ddp x2", "zero1 x2", "zero2 x2"], "zero3 x2")
 )
@@ -70,7 +68,6 @@ def test_lora(way: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["zero2 x2", "zero3 x2", "fsdp2 x2"])
 def test_bf16(way: str) -> None:
     """Exactly under the same strategy, closely from another. Weights are saved in fp32, unrounded."""

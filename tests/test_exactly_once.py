@@ -25,7 +25,6 @@ from toolkit.training.prepare import prepare_for_strategy
 PER_DEVICE = {"single": 4, "ddp x2": 3, "ddp x3": 2, "zero3 x2": 2, "zero3 x3": 2}
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("way", slow_but(PER_DEVICE, *list(PER_DEVICE)[:-1]))
 def test_every_size(way: str) -> None:
     words = [inputs.tiny_model, PER_DEVICE[way]]

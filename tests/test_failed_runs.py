@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.failing_worker import STEPS
+from tests.matrix import REVIEWS
 from tests.runs import WAYS, recipe
 from toolkit.launch import failure
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("how", "rank", "way", "code"),
     [
@@ -22,12 +22,17 @@ from toolkit.launch import failure
         ("exits", "1", "ddp x2", 1),
     ],
 )
-def test_steps_reach_the_tracker(
-    how: str, rank: str, way: str, code: int, tiny_job: list[str], tmp_path: Path
-) -> None:
-    settings = [*tiny_job, "--max_steps", "8", "--global_batch_size", "8", "--report_to", "tensorboard",
-                "--output_dir", str(tmp_path / "run")]  # fmt: skip
-    done = recipe(how, rank, *settings, *WAYS[way], script="tests/failing_worker.py")
+def test_steps_reach_the_tracker(how: str, rank: str, way: str, code: int, tmp_path: Path) -> None:
+    words = [
+        *REVIEWS,
+        "--max_steps",
+        8,
+        "--report_to",
+        "tensorboard",
+        "--output_dir",
+        tmp_path / "run",
+    ]
+    done = recipe(how, rank, *words, *WAYS[way], script="tests/failing_worker.py")
     assert done.code == code, done.err
     if how in ("is killed", "exits"):
         done.says_in_one_line("rank 1")

@@ -68,7 +68,6 @@ def error_of(way: str, precision: str, name: str) -> float:
     return gradient_error(run_of(way, precision, name), expected, start)
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("way", slow_but(WAYS[1:], *WAYS[1:6]))
 def test_bf16(way: str) -> None:
     for name in ("gradient in 4", "gradient in 16"):
@@ -79,7 +78,6 @@ def test_bf16(way: str) -> None:
     assert 0 < many < 1.5 * one
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("way", slow_but(WAYS[1:], "ddp x2", "zero2 x2", "zero3 x2", "fsdp2 x2"))
 def test_fp16(way: str) -> None:
     for name in ("gradient in 4", "gradient in 16"):
@@ -91,7 +89,6 @@ def test_fp16(way: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["single", "zero1 x2", "zero2 x2", "zero3 x2", "fsdp2 x2"])
 def test_each_technique_in_bf16(way: str) -> None:
     """By autocast; within 1 % of fp32."""
@@ -103,7 +100,6 @@ def test_each_technique_in_bf16(way: str) -> None:
         assert losses_of(run) == pytest.approx(expected, rel=1e-2), name
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["single", "zero3 x2"])
 def test_padding_free_in_bf16(way: str) -> None:
     """Its attention has other kernels."""
@@ -150,7 +146,6 @@ def assert_skipped(run: Path, expected: Path, first: int) -> None:
         torch.testing.assert_close(values, average[name], rtol=0, atol=updates * RATE / 4)
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "ddp x3"])
 def test_skipped_steps_are_not_counted(way: str) -> None:
     """In a whole run and in one that is resumed after the first skipped step."""
@@ -163,7 +158,6 @@ def test_skipped_steps_are_not_counted(way: str) -> None:
     assert_skipped(resumed, expected, SAVED_AT)
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["single", "zero2 x2", "zero3 x2"])
 def test_the_step_in_which_the_scale_grows(way: str) -> None:
     """DeepSpeed 0.19.8 halves its gradient."""

@@ -21,7 +21,6 @@ EXPECTED = {
 FILES = ("config.json", "metrics.jsonl", "report.html", "model/config.json", "model/README.md")
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("kind", EXPECTED)
 def test_every_kind_of_label(kind: str) -> None:
     run = runs("ddp x2")[kind]
@@ -49,7 +48,6 @@ def test_every_kind_of_label(kind: str) -> None:
         assert (run / name).stat().st_size > 0
 
 
-@pytest.mark.multiprocess
 def test_predict_answers_for_texts_and_lines_of_a_file(tmp_path: Path, toolkit_cache: Path) -> None:
     model, numbers = (runs("ddp x2")[kind] / "model" for kind in ("six classes", "several numbers"))
     file, answers = tmp_path / "new.txt", tmp_path / "new.predictions.csv"
@@ -72,7 +70,6 @@ def test_predict_answers_for_texts_and_lines_of_a_file(tmp_path: Path, toolkit_c
     both.says_in_one_line("--text", "FILE")
 
 
-@pytest.mark.multiprocess
 def test_the_literal_command_runs_the_demo(tmp_path: Path) -> None:
     """Real weights, real reviews, two processes; the first steps of it."""
     words = [*"accelerate launch recipes/cls.py --config_file accelerate_configs/ddp.yaml".split()]

@@ -84,7 +84,6 @@ QUICK = [("ddp x2", "one rank", "0", "ddp x2"), ("zero2 x2", "all ranks", "0", "
          ("zero3 x2", "the launcher", "0", "zero3 x2"), CHANGES[0]]  # fmt: skip
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("case", slow_but([*KILLS, *CHANGES], *QUICK), ids=", ".join)
 def test_at_random(case: tuple[str, str, str, str], tmp_path: Path) -> None:
     """Resumed under the same strategy, or under another."""
@@ -107,7 +106,6 @@ def test_at_random(case: tuple[str, str, str, str], tmp_path: Path) -> None:
         assert_resumed(folder, expected, rel=1e-5)
 
 
-@pytest.mark.multiprocess
 def test_torchrun_restarts_a_run(tmp_path: Path) -> None:
     """Its store keeps the addresses of the processes that have died."""
     launcher = "torchrun --standalone --nproc_per_node 2 --max_restarts 1".split()

@@ -85,7 +85,6 @@ def test_the_run_is_compared_with_the_texts_beginnings() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 def test_the_default_job(tmp_path: Path) -> None:
     """No data, no model: IMDB reviews of more than 512 tokens, a BigBird made of MiniLM; a twentieth of the epoch."""
     run = tmp_path / "run"
@@ -100,7 +99,6 @@ def test_the_default_job(tmp_path: Path) -> None:
     assert not model.from_pretrained(run / "model", output_loading_info=True)[1]["missing_keys"]
 
 
-@pytest.mark.multiprocess
 def test_a_sharded_checkpoint_becomes_the_model(tmp_path: Path) -> None:
     words = [*SPARSE, "--max_steps", STOPPED, "--checkpoint_every", STOPPED]
     run = runs("zero3 x2").run("long stopped", "recipes.bigbird", words)

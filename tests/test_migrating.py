@@ -30,7 +30,6 @@ def run(folder: Path, *words: str | Path) -> Finished:
         return process.finish(240).succeeded()
 
 
-@pytest.mark.multiprocess
 def test_the_usual_script_counts_a_sample_twice_and_the_recipe_does_not(
     folder: Path, tiny_model: Path
 ) -> None:

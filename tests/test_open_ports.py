@@ -7,16 +7,19 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.hosts import ADDRESSES, TwoHosts
+from tests.matrix import REVIEWS
 from tests.runs import losses_of, slow_but, wait_for_steps
 
-pytestmark = [pytest.mark.namespaces, pytest.mark.multiprocess]
+pytestmark = pytest.mark.namespaces
 
 SCRIPT = "recipes/cls.py"
+SETTINGS = [*REVIEWS, "--max_steps", 100_000, "--eval_every", 100_000]
 DDP, ZERO2 = (["--config_file", f"accelerate_configs/{name}.yaml"] for name in ("ddp", "zero2"))
 TORCHRUN = ["--nproc_per_node", "2", SCRIPT]
 WAYS: dict[str, list[str]] = {  # name -> words before the settings
@@ -47,7 +50,7 @@ for _ in sys.argv[1:]:
 
 @contextlib.contextmanager
 def running(
-    hosts: TwoHosts, folder: Path, command: Mapping[str, list[str]]
+    hosts: TwoHosts, folder: Path, command: Mapping[str, list[Any]]
 ) -> Iterator[dict[str, set[str]]]:
     """A run, after its first step: host -> each `address port inode` that has listened there. Killed afterwards."""
     here, over = Path("/proc/self/ns/net").readlink(), threading.Event()
@@ -95,18 +98,10 @@ def elsewhere(places: Iterable[str], named: str = "127.0.0.1") -> set[str]:
     return {place for place, one in addresses.items() if not one.is_loopback and str(one) != named}
 
 
-@pytest.fixture(scope="module")
-def settings(tiny_job: list[str]) -> list[str]:
-    words = "--max_steps 100000 --global_batch_size 12 --eval_every 100000"
-    return [*tiny_job, *words.split()]
-
-
 @pytest.mark.parametrize("name", slow_but(WAYS, "python and a file"))
-def test_one_machine_listens_on_loopback_only(
-    name: str, hosts: TwoHosts, settings: list[str], tmp_path: Path
-) -> None:
+def test_one_machine_listens_on_loopback_only(name: str, hosts: TwoHosts, tmp_path: Path) -> None:
     """And keeps nothing there that torch unpickles."""
-    command = [*WAYS[name], *settings, "--output_dir", str(tmp_path / "run")]
+    command = [*WAYS[name], *SETTINGS, "--output_dir", str(tmp_path / "run")]
     with running(hosts, tmp_path / "run", {"a": command}) as listened:
         launcher = min(hosts.processes("a"), key=lambda process: process.create_time())
         its_own = {str(file.readlink()) for file in Path(f"/proc/{launcher.pid}/fd").iterdir()}
@@ -121,11 +116,9 @@ def test_one_machine_listens_on_loopback_only(
     assert name == "torchrun" or "torch.rendezvous" not in keys
 
 
-def test_two_machines_listen_on_their_addresses_only(
-    hosts: TwoHosts, settings: list[str], tmp_path: Path
-) -> None:
+def test_two_machines_listen_on_their_addresses_only(hosts: TwoHosts, tmp_path: Path) -> None:
     way = ["--config_file", "accelerate_configs/2node.yaml", "--main_process_ip", ADDRESSES["a"]]
-    words = [sys.executable, SCRIPT, *settings, "--output_dir", str(tmp_path / "run"), *way]
+    words = [sys.executable, SCRIPT, *SETTINGS, "--output_dir", str(tmp_path / "run"), *way]
     with running(hosts, tmp_path / "run", {"a": words, "b": words}) as listened:
         pass
     for host, address in ADDRESSES.items():

@@ -1,10 +1,10 @@
 """A second run in the same folder equals an uninterrupted one (promise 3); what cannot be resumed is an error, and no
 file is touched (promise 5)."""
 
+import functools
 import json
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +14,20 @@ from safetensors.numpy import load_file
 
 from tests import inputs, runs
 from tests.checkpoint.test_folder import flip
-from tests.matrix import words_of
+from tests.matrix import REVIEWS
 from tests.runs import digests, failed, fork, lines_of, losses_of, run_of, train
 from toolkit.checkpoint import folder as folders
 
 STEPS = 20  # 16 are an epoch
+# with dropout; the best evaluation is neither the first nor the last (see `test_the_run_is_as_planned`)
+SETTINGS = [*REVIEWS, "--max_steps", STEPS, "--dropout", 0.1, "--per_device_batch_size", 6, "--learning_rate", "1e-3",
+            "--warmup_steps", 4, "--checkpoint_every", 3, "--eval_every", 4, "--keep_checkpoints", 20]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def settings(tiny_job: list[str]) -> list[str]:
-    """With dropout. The best evaluation is neither the first nor the last (see `test_the_run_is_as_planned`)."""
-    words = """--dropout 0.1 --global_batch_size 12 --per_device_batch_size 6 --learning_rate 1e-3 --warmup_steps 4
-        --checkpoint_every 3 --eval_every 4 --keep_checkpoints 20"""
-    return [*tiny_job, "--max_steps", str(STEPS), *words.split()]
-
-
-@pytest.fixture(scope="module")
-def whole(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+@functools.cache
+def whole() -> Path:
     """An uninterrupted run. Tests must not write into it."""
-    return run_of(settings, tmp_path_factory.mktemp("resume") / "whole")
+    return inputs.shared("uninterrupted", lambda folder: run_of(SETTINGS, folder / "run")) / "run"
 
 
 def checkpoint(run: Path, step: int) -> Path:
@@ -66,34 +61,35 @@ def best_step(run: Path) -> int:
     return int(json.loads((run / "model" / "trainer_state.json").read_text())["global_step"])
 
 
-def test_the_run_is_as_planned(whole: Path) -> None:
+def test_the_run_is_as_planned() -> None:
     """What the other tests rely on."""
-    steps = [folders.step_number(path) for path in folders.readable(whole / "checkpoints")]
+    steps = [folders.step_number(path) for path in folders.readable(whole() / "checkpoints")]
     assert set(steps) >= {3, 6, 9, 12, 15, 18, 20}
-    assert 3 < best_step(whole) < 18
-    assert best_step(whole) in steps
-    assert [line["step"] for line in lines_of(whole / "metrics.jsonl")] == list(range(1, STEPS + 1))
+    assert 3 < best_step(whole()) < 18
+    assert best_step(whole()) in steps
+    logged = [line["step"] for line in lines_of(whole() / "metrics.jsonl")]
+    assert logged == list(range(1, STEPS + 1))
 
 
 # 15: one step before the next epoch; 3: before the best step, whose model is in model/; 0: before any checkpoint
 @pytest.mark.parametrize("step", [0, 3, 15, pytest.param(9, marks=pytest.mark.slow)])
-def test_resumed_exactly(step: int, settings: list[str], whole: Path, tmp_path: Path) -> None:
+def test_resumed_exactly(step: int, tmp_path: Path) -> None:
     """Also if the last line of the log is torn, and the model is gone."""
-    run = rewound(whole, tmp_path / "run", step)
+    run = rewound(whole(), tmp_path / "run", step)
     if step == 15:
         lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
         (run / "metrics.jsonl").write_text("".join(lines[:15]) + lines[15][:20])
         shutil.rmtree(run / "model")
-    message = train(*settings, "--output_dir", run)
+    message = train(*SETTINGS, "--output_dir", run)
     assert (f"step {step} of {STEPS} (saved by single," in message) == (step > 0)
     assert "changed since" not in message
-    assert_same(run, whole)
-    assert digests(run / "checkpoints").keys() >= digests(whole / "checkpoints").keys()
+    assert_same(run, whole())
+    assert digests(run / "checkpoints").keys() >= digests(whole() / "checkpoints").keys()
 
 
-def test_the_best_model_until_the_checkpoint(settings: list[str], tmp_path: Path) -> None:
+def test_the_best_model_until_the_checkpoint(tmp_path: Path) -> None:
     """Resumed before the best step: `best` and model/ are of the best step until then."""
-    arguments = [*settings, *"--metric_for_best_model loss --max_steps 9 --warmup_steps 0".split()]
+    arguments = [*SETTINGS, *"--metric_for_best_model loss --max_steps 9 --warmup_steps 0".split()]
     train(*arguments, "--output_dir", tmp_path / "whole")
     state = folders.read_state(checkpoint(tmp_path / "whole", 6))["best"]
     target = (tmp_path / "whole" / "checkpoints" / "best").resolve()
@@ -116,55 +112,44 @@ REFUSED: dict[str, list[Any]] = {
 }
 
 
-def test_a_refused_job_changes_nothing(settings: list[str], whole: Path, tmp_path: Path) -> None:
-    run = rewound(whole, tmp_path / "run", 15)
+def test_a_refused_job_changes_nothing(tmp_path: Path) -> None:
+    run = rewound(whole(), tmp_path / "run", 15)
     before = digests(run)
     for message, more in REFUSED.items():
-        assert message in failed(*settings, "--output_dir", run, *words_of(more))
+        assert message in failed(*SETTINGS, "--output_dir", run, *more)
     assert digests(run) == before
 
 
-DAMAGE: dict[str, Callable[[Path], None]] = {
-    "weights": lambda folder: flip(folder / "weights.safetensors"),
-    "no state": lambda folder: (folder / "state.json").unlink(),
-}
-
-
-@pytest.mark.parametrize("what", DAMAGE)
-def test_a_damaged_one_is_skipped(
-    what: str, settings: list[str], whole: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_one_is_skipped(tmp_path: Path) -> None:
     """Other damage: tests/checkpoint/test_folder.py."""
-    run = rewound(whole, tmp_path / "run", 18)
-    DAMAGE[what](checkpoint(run, 18))
-    lines = train(*settings, "--output_dir", run).splitlines()
+    run = rewound(whole(), tmp_path / "run", 18)
+    flip(checkpoint(run, 18) / "weights.safetensors")
+    lines = train(*SETTINGS, "--output_dir", run).splitlines()
     (line,) = [line for line in lines if "checkpoint step-00000018: " in line]
     assert ": skipped" in line
-    assert_same(run, whole)
+    assert_same(run, whole())
     assert folders.find_fault(checkpoint(run, 18)) == ""  # it was saved anew
 
 
-def test_a_finished_run_stays_and_goes_on_when_asked_for_more(
-    settings: list[str], whole: Path, tmp_path: Path
-) -> None:
-    run = Path(shutil.copytree(whole, tmp_path / "run", symlinks=True))
+def test_a_finished_run_stays_and_goes_on_when_asked_for_more(tmp_path: Path) -> None:
+    run = Path(shutil.copytree(whole(), tmp_path / "run", symlinks=True))
     before = digests(run)
-    train(*settings, "--output_dir", run, "--baselines", "false")  # a feature's: it may change
+    train(*SETTINGS, "--output_dir", run, "--baselines", "false")  # a feature's: it may change
     changed = {name for name, value in digests(run).items() if before.get(name) != value}
     assert not [name for name in changed if name.endswith(("safetensors", "jsonl"))]
     assert not [name for name in changed if name.startswith("checkpoints")]
-    message = failed(*settings, "--output_dir", run, "--learning_rate", "3e-3")
+    message = failed(*SETTINGS, "--output_dir", run, "--learning_rate", "3e-3")
     assert "(learning_rate was 0.001 and is 0.003)" in message
-    train(*settings, "--output_dir", run, "--max_steps", 24)
+    train(*SETTINGS, "--output_dir", run, "--max_steps", 24)
     lines = lines_of(run / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 25))
-    assert losses_of(run)[:20] == losses_of(whole)
+    assert losses_of(run)[:20] == losses_of(whole())
     assert lines[20]["learning_rate"] > 0  # of the longer schedule
 
 
-def test_early_stopping_stays_stopped(settings: list[str], tmp_path: Path) -> None:
+def test_early_stopping_stays_stopped(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    arguments = [*settings, "--output_dir", run]
+    arguments = [*SETTINGS, "--output_dir", run]
     arguments += "--learning_rate 1e-12 --early_stopping_patience 1".split()
     assert "f1_macro has not improved in 1 evaluations: stopping early" in train(*arguments)
     before = [lines_of(run / name) for name in ("metrics.jsonl", "eval.jsonl")]
@@ -173,11 +158,9 @@ def test_early_stopping_stays_stopped(settings: list[str], tmp_path: Path) -> No
     assert [lines_of(run / name) for name in ("metrics.jsonl", "eval.jsonl")] == before
 
 
-def test_in_the_background_the_same_bytes_are_written(
-    settings: list[str], whole: Path, tmp_path: Path
-) -> None:
-    train(*settings, "--output_dir", tmp_path / "run", "--checkpoint_in_background")
-    actual, expected = digests(tmp_path / "run" / "checkpoints"), digests(whole / "checkpoints")
+def test_in_the_background_the_same_bytes_are_written(tmp_path: Path) -> None:
+    train(*SETTINGS, "--output_dir", tmp_path / "run", "--checkpoint_in_background")
+    actual, expected = digests(tmp_path / "run" / "checkpoints"), digests(whole() / "checkpoints")
     assert actual.keys() == expected.keys()
     # it has the time, and imports in a process's first run draw from Python's random generator
     same = {name for name in expected if not name.endswith("state.json")}
@@ -185,11 +168,11 @@ def test_in_the_background_the_same_bytes_are_written(
 
 
 @pytest.mark.parametrize("background", ["false", "true"])
-def test_a_full_disk(background: str, settings: list[str], whole: Path, tmp_path: Path) -> None:
+def test_a_full_disk(background: str, tmp_path: Path) -> None:
     """The model fits, the moments do not."""
-    run = rewound(whole, tmp_path / "run", 15)
-    largest = (checkpoint(whole, 15) / "optimizer.safetensors").stat().st_size - 1000
-    words = [*settings, "--output_dir", run, "--checkpoint_in_background", background]
+    run = rewound(whole(), tmp_path / "run", 15)
+    largest = (checkpoint(whole(), 15) / "optimizer.safetensors").stat().st_size - 1000
+    words = [*SETTINGS, "--output_dir", run, "--checkpoint_in_background", background]
     before = digests(run / "checkpoints")
     message = failed(*words, largest_file=largest)
     assert len(message.splitlines()) == 1
@@ -197,16 +180,16 @@ def test_a_full_disk(background: str, settings: list[str], whole: Path, tmp_path
     assert "earlier checkpoints are untouched" in message
     assert digests(run / "checkpoints") == before
     train(*words)
-    assert_same(run, whole)
+    assert_same(run, whole())
 
 
-def test_two_at_once(settings: list[str], whole: Path, tmp_path: Path) -> None:
+def test_two_at_once(tmp_path: Path) -> None:
     """The second is refused; the first continues."""
-    words = [*settings, "--output_dir", tmp_path / "run"]
+    words = [*SETTINGS, "--output_dir", tmp_path / "run"]
     command = ["tests/failing_worker.py", "stands still", "0", *words]
     with fork(command, {"TESTS_WITHOUT_PAGES": ""}) as first:
         runs.wait_until_stopped(first)
         assert "another run is writing to it" in failed(*words)
         first.send_signal(signal.SIGCONT)
         first.finish(120).succeeded()
-    assert_same(tmp_path / "run", whole)
+    assert_same(tmp_path / "run", whole())

@@ -46,7 +46,6 @@ PAIRS = [pair for pair in itertools.combinations(TECHNIQUES, 2) if pair not in R
 SECOND_PASS = [("r-drop", "lora"), ("fgm", "recomputed")]
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("case", slow_but(dict.fromkeys([*FAST, *SLOW]), *FAST), ids=": ".join)
 def test_the_same_as_in_one_process(case: tuple[str, str]) -> None:
     way, name = case
@@ -80,7 +79,6 @@ def combined(way: str, pair: tuple[str, ...]) -> Path:
     return runs(way).run("+".join(pair), job.recipe, job.words)
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("way", "pairs"),
     [(ZERO3, SECOND_PASS), *(pytest.param(way, PAIRS, marks=pytest.mark.slow) for way in SHARDED)],
@@ -90,7 +88,6 @@ def test_techniques_in_pairs(way: str, pairs: list[tuple[str, str]]) -> None:
         assert_same_run(combined(way, pair), combined("single", pair))
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["single", ZERO3])
 def test_techniques_that_exclude_each_other(way: str) -> None:
     """One line that names a setting, under every launch alike."""
@@ -102,7 +99,6 @@ def test_techniques_that_exclude_each_other(way: str) -> None:
         assert "\n" not in failure.value.message
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("way", slow_but(["single", DDP, *SHARDED], "single", DDP, ZERO3, FSDP2))
 def test_the_saved_model_is_the_evaluated_one(way: str) -> None:
     """By transformers and peft alone: model/ loads without peft, and adapter/ onto the base. LoRA's best step is not
@@ -154,7 +150,6 @@ def test_what_lora_saves() -> None:
     assert "lora_r" in (run / "model" / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["single", FSDP2])
 def test_frozen_layers_do_not_change(way: str) -> None:
     """Bit for bit, and new layers do."""

@@ -7,13 +7,16 @@ import sys
 from html import unescape
 from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGTERM, SIGUSR1
+from typing import Any
 
 import psutil
 import pytest
 
 from tests import runs
+from tests.matrix import REVIEWS
 
 SCRIPT = "recipes/cls.py"
+SETTINGS = [*REVIEWS, "--dropout", 0.1, "--per_device_batch_size", 6, "--eval_every", 100_000]
 PYTHON, TORCHRUN = [sys.executable, SCRIPT], ["torchrun", "--nproc_per_node", "2", SCRIPT]
 ACCELERATE, DEEPSPEED = ["accelerate", "launch", SCRIPT], ["deepspeed", "--num_gpus", "2", SCRIPT]
 ONE, DDP, ZERO3 = (
@@ -35,14 +38,8 @@ CASES: dict[str, tuple[list[str], list[str], signal.Signals, bool, int]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def settings(tiny_job: list[str]) -> list[str]:
-    more = "--dropout 0.1 --global_batch_size 12 --per_device_batch_size 6 --eval_every 100000"
-    return [*tiny_job, *more.split()]
-
-
 def interrupt(
-    command: list[str], folder: Path, number: signal.Signals, group: bool
+    command: list[Any], folder: Path, number: signal.Signals, group: bool
 ) -> tuple[int, str]:
     """The exit code and standard error of a run that gets a signal after its first step, or where it stands still."""
     if command[0] != sys.executable:
@@ -70,12 +67,11 @@ def stop_line(error: str) -> str:
     return line
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("name", runs.slow_but(CASES, *list(CASES)[:5]))
-def test_stop(name: str, settings: list[str], tmp_path: Path) -> None:
+def test_stop(name: str, tmp_path: Path) -> None:
     before, behind, number, group, code = CASES[name]
     folder = tmp_path / "run"
-    command = [*before, *settings, "--max_steps", "4000", "--output_dir", str(folder), *behind]
+    command = [*before, *SETTINGS, "--max_steps", "4000", "--output_dir", str(folder), *behind]
     returned, error = interrupt(command, folder, number, group)
     assert returned == code, error[-3000:]
     # not for SIGTERM, which launchers also send after a failure
@@ -87,21 +83,21 @@ def test_stop(name: str, settings: list[str], tmp_path: Path) -> None:
     assert str((folder / "checkpoints" / "last").readlink()) == f"step-{done:08d}"
 
 
-def test_same_command_resumes(settings: list[str], tmp_path: Path) -> None:
+def test_same_command_resumes(tmp_path: Path) -> None:
     """With dropout, the same losses as a run that was not stopped."""
     folder, whole = tmp_path / "run", tmp_path / "whole"
-    words = [*settings, "--max_steps", "84", "--logging_steps", "7", "--output_dir", str(folder)]
+    words = [*SETTINGS, "--max_steps", "84", "--logging_steps", "7", "--output_dir", str(folder)]
     command = [sys.executable, "tests/failing_worker.py", "stands still", "0", *words]
     returned, error = interrupt(command, folder, SIGTERM, False)
     assert returned == 143, error[-3000:]
     done = len(runs.losses_of(folder))
     assert done == 7  # the signal is handled when losses are gathered
     again = stop_line(error).split("to continue: ")[1]
-    assert shlex.split(again)[1:] == [command[1], *words]
+    assert shlex.split(again)[1:] == [command[1], *runs.words_of(words)]
     report = unescape((folder / "report.html").read_text(encoding="utf-8"))
     assert f"Stopped by SIGTERM after step {done} of 84" in report
     assert f"<pre>{again}</pre>" in report
-    resume = [*settings, "--max_steps", "84", "--output_dir"]
+    resume = [*SETTINGS, "--max_steps", "84", "--output_dir"]
     assert f"step {done} of 84" in runs.train(*resume, folder, pages=True)
     runs.train(*resume, whole)
     runs.assert_same_run(folder, whole, rel=1e-6)
@@ -125,10 +121,10 @@ launch.run(cls.main)
 """
 
 
-def test_stop_during_an_evaluation(settings: list[str], tmp_path: Path) -> None:
+def test_stop_during_an_evaluation(tmp_path: Path) -> None:
     """At once, with a checkpoint; the evaluations are those of a run that was not stopped."""
     folder, whole, worker = tmp_path / "run", tmp_path / "whole", tmp_path / "worker.py"
-    words = [*settings, "--eval_every", "4", "--max_steps", "8", "--per_device_batch_size", "3"]
+    words = [*SETTINGS, "--eval_every", "4", "--max_steps", "8", "--per_device_batch_size", "3"]
     worker.write_text(STOPPED_IN_EVALUATION)
     env = {"PYTHONPATH": str(runs.ROOT)}
     stopped = runs.recipe(*words, "--output_dir", folder, script=str(worker), env=env)

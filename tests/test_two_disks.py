@@ -9,25 +9,20 @@ import pytest
 
 from tests.failing_worker import STEPS
 from tests.hosts import ADDRESSES, TwoHosts
+from tests.matrix import REVIEWS, runs
 from tests.runs import assert_same_run, losses_of, slow_but, start, train, wait_for_steps
 from toolkit.checkpoint import folder as folders
 
-pytestmark = [pytest.mark.namespaces, pytest.mark.multiprocess]
+pytestmark = pytest.mark.namespaces
 
 # A run with both hosts up takes about 20 s on two busy cores.
 SECONDS = 300
-
-
-@pytest.fixture(scope="module")
-def settings(tiny_job: list[str]) -> list[str]:
-    words = "--max_steps 8 --global_batch_size 12 --checkpoint_every 2 --eval_every 99"
-    return [*tiny_job, *words.split()]
+SETTINGS = [*REVIEWS, "--max_steps", 8, "--per_device_batch_size", 4, "--checkpoint_every", 2,
+            "--eval_every", 99]  # fmt: skip
 
 
 @pytest.mark.parametrize("file", slow_but(["2node_zero2", "2node", "2node_zero3"], "2node_zero2"))
-def test_killed_and_continued(
-    file: str, hosts: TwoHosts, settings: list[str], reference: Path, tmp_path: Path
-) -> None:
+def test_killed_and_continued(file: str, hosts: TwoHosts, tmp_path: Path) -> None:
     """Host B is killed after step 4 and comes back with an empty disk; then one process on the first host converts and
     resumes."""
     disk, disk_of_b = tmp_path / "out", tmp_path / "out-of-b"
@@ -35,7 +30,7 @@ def test_killed_and_continued(
     disk_of_b.mkdir()
     run = disk / "run"
     words = ["--config_file", f"accelerate_configs/{file}.yaml", "--main_process_ip", ADDRESSES["a"],
-             *settings, "--output_dir", run]  # fmt: skip
+             *SETTINGS, "--output_dir", run]  # fmt: skip
 
     def start_both(*script: str) -> dict[str, Any]:
         command = ["accelerate", "launch", *script, *words]
@@ -54,7 +49,8 @@ def test_killed_and_continued(
     done = hosts.finish_both(start_both("recipes/cls.py"), SECONDS)
     done["b"].succeeded()
     assert "resuming from" in done["a"].succeeded().err
-    assert_same_run(run, reference)
+    expected = runs("single").run("two disks", "recipes.cls", SETTINGS)
+    assert_same_run(run, expected)
     saved = {"step-00000006", "step-00000008", "best", "last"}
     assert {path.name for path in (run / "checkpoints").iterdir()} == saved
     for name in ("best", "last"):
@@ -62,6 +58,6 @@ def test_killed_and_continued(
     assert list((disk_of_b / "run" / "checkpoints").glob("*")) == []
 
     start(["toolkit", "convert", run, disk / "model"]).succeeded()
-    message = train(*settings, "--max_steps", "10", "--output_dir", run)
+    message = train(*SETTINGS, "--max_steps", "10", "--output_dir", run)
     assert f"resuming from {run / 'checkpoints' / 'step-00000008'}: step 8 of 10" in message
-    assert losses_of(run)[:8] == pytest.approx(losses_of(reference), rel=1e-5)
+    assert losses_of(run)[:8] == pytest.approx(losses_of(expected), rel=1e-5)

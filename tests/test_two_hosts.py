@@ -14,30 +14,31 @@ import psutil
 import pytest
 
 from tests.hosts import ADDRESSES, NAMES, TwoHosts
-from tests.runs import ROOT, Finished, Process, losses_of, run_of, slow_but, wait_for_steps
+from tests.matrix import REVIEWS, runs
+from tests.runs import ROOT, Finished, Process, losses_of, slow_but, wait_for_steps
 
-pytestmark = [pytest.mark.namespaces, pytest.mark.multiprocess]
+pytestmark = pytest.mark.namespaces
 
 HOSTS = ("a", "b")
 TWO_NODE = "accelerate_configs/2node.yaml"
 FIRST = ["--main_process_ip", ADDRESSES["a"]]
 # A run with both hosts up takes about 20 s on two free cores.
 SECONDS = 300
+SETTINGS = [*REVIEWS, "--max_steps", 6, "--per_device_batch_size", 4]
+# enough steps to break something
+LONG = [*SETTINGS, "--max_steps", 400, "--eval_every", 1000, "--checkpoint_every", 10,
+        "--lr_scheduler_type", "constant"]  # fmt: skip
+FORTY = [*LONG, "--max_steps", 40]
 
 
-@pytest.fixture(scope="module")
-def settings(tiny_job: list[str]) -> list[str]:
-    return [*tiny_job, "--max_steps", "6", "--global_batch_size", "12"]
-
-
-def on_both(*command: str) -> dict[str, list[str]]:
+def on_both(*command: Any) -> dict[str, list[Any]]:
     return {host: [*command] for host in HOSTS}
 
 
-def literal(folder: Path, *settings: str, file: str | Path = TWO_NODE) -> list[str]:
+def literal(folder: Path, *settings: Any, file: str | Path = TWO_NODE) -> list[Any]:
     """The command line of the docs."""
-    words = ["accelerate", "launch", "recipes/cls.py", "--config_file", str(file), *FIRST]
-    return [*words, *settings, "--output_dir", str(folder)]
+    words = ["accelerate", "launch", "recipes/cls.py", "--config_file", file, *FIRST]
+    return [*words, *settings, "--output_dir", folder]
 
 
 def with_address(name: str, folder: Path) -> Path:
@@ -48,12 +49,18 @@ def with_address(name: str, folder: Path) -> Path:
     return file
 
 
-def assert_run(done: Mapping[str, Finished], folder: Path, reference: Path) -> None:
+def assert_run(done: Mapping[str, Finished], folder: Path) -> None:
     for finished in done.values():
         finished.succeeded()
     assert json.loads((folder / "config.json").read_text())["world"]["num_processes"] == 2
     assert "machines: hostA (rank 0)" in done["a"].err
-    assert losses_of(folder) == pytest.approx(losses_of(reference), rel=1e-5)
+    assert_losses(folder, SETTINGS)
+
+
+def assert_losses(folder: Path, settings: list[Any]) -> None:
+    name = "two hosts, long" if settings is FORTY else "two hosts"
+    expected = losses_of(runs("single").run(name, "recipes.cls", settings))
+    assert losses_of(folder) == pytest.approx(expected, rel=1e-5)
 
 
 def error_of(finished: Finished, *says: str) -> str:
@@ -69,13 +76,13 @@ def error_of(finished: Finished, *says: str) -> str:
 
 @pytest.mark.parametrize("name", slow_but(["2node", "2node_zero2", "2node_zero3"], "2node_zero3"))
 def test_the_literal_command_with_the_address_in_the_file(
-    name: str, hosts: TwoHosts, settings: list[str], reference: Path, tmp_path: Path
+    name: str, hosts: TwoHosts, tmp_path: Path
 ) -> None:
-    command = literal(tmp_path / "run", *settings, file=with_address(name, tmp_path))
+    command = literal(tmp_path / "run", *SETTINGS, file=with_address(name, tmp_path))
     without = [word for word in command if word not in FIRST]
     fresh = dict.fromkeys(HOSTS, name == "2node_zero3")  # as typed, once
     done = hosts.run_both(on_both(*without), SECONDS, fresh=fresh)
-    assert_run(done, tmp_path / "run", reference)
+    assert_run(done, tmp_path / "run")
     for rank, host in enumerate(HOSTS):
         assert f"this is machine {rank} ({NAMES[host]}) of 2: " in done[host].err
 
@@ -106,12 +113,10 @@ def other_launcher(name: str, host: str, folder: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepspeed", "torchrun c10d", "srun"])
-def test_another_launcher(
-    name: str, hosts: TwoHosts, settings: list[str], reference: Path, tmp_path: Path
-) -> None:
-    words = ["recipes/cls.py", *settings, "--output_dir", str(tmp_path / "run")]
+def test_another_launcher(name: str, hosts: TwoHosts, tmp_path: Path) -> None:
+    words = ["recipes/cls.py", *SETTINGS, "--output_dir", tmp_path / "run"]
     commands = {host: [*other_launcher(name, host, tmp_path), *words] for host in HOSTS}
-    assert_run(hosts.run_both(commands, SECONDS), tmp_path / "run", reference)
+    assert_run(hosts.run_both(commands, SECONDS), tmp_path / "run")
 
 
 # --- machines that cannot start together
@@ -130,13 +135,11 @@ def test_missing_machine(hosts: TwoHosts, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_different_data_and_settings(
-    hosts: TwoHosts, settings: list[str], reviews: Path, tmp_path: Path
-) -> None:
+def test_different_data_and_settings(hosts: TwoHosts, reviews: Path, tmp_path: Path) -> None:
     lines = reviews.read_text(encoding="utf-8").splitlines(keepends=True)
     shorter = tmp_path / "shorter.csv"
     shorter.write_text("".join(lines[:-3]), encoding="utf-8")
-    command = literal(tmp_path / "run", *settings)
+    command = literal(tmp_path / "run", *SETTINGS)
     done = hosts.run_both(on_both(*command), SECONDS, binds={"b": {reviews: shorter}})
     for finished in done.values():
         error_of(finished, "train data", "on hostA and ")
@@ -150,7 +153,7 @@ def test_different_data_and_settings(
 
 
 def begin_run(
-    hosts: TwoHosts, commands: Mapping[str, list[str]], folder: Path, steps: int, **options: Any
+    hosts: TwoHosts, commands: Mapping[str, list[Any]], folder: Path, steps: int, **options: Any
 ) -> dict[str, Process]:
     started = hosts.start_both(commands, **options)
     wait_for_steps(folder, steps, started.values(), SECONDS)
@@ -161,21 +164,6 @@ def worker_on_b(hosts: TwoHosts) -> psutil.Process:
     """The process that trains there: the launcher's child."""
     (worker,) = [process for process in hosts.processes("b") if not process.children()]
     return worker
-
-
-@pytest.fixture(scope="module")
-def long_settings(settings: list[str]) -> list[str]:
-    """Enough steps to break something; a checkpoint every tenth."""
-    words = "--max_steps 400 --eval_every 1000 --checkpoint_every 10 --lr_scheduler_type constant"
-    return [*settings, *words.split()]
-
-
-@pytest.fixture(scope="module")
-def long_reference(
-    tmp_path_factory: pytest.TempPathFactory, long_settings: list[str]
-) -> list[float]:
-    folder = tmp_path_factory.mktemp("long-reference") / "run"
-    return losses_of(run_of([*long_settings, "--max_steps", "40"], folder))
 
 
 STARTERS = ("ours", "accelerate", "torchrun", "deepspeed")
@@ -192,11 +180,11 @@ END_SECONDS = 60
 @pytest.mark.parametrize("starter", slow_but(STARTERS, "ours"))
 @pytest.mark.parametrize("what", slow_but(BREAKS, "the cable is pulled"))
 def test_a_failure_of_one_host_ends_both_within_a_minute(
-    what: str, starter: str, hosts: TwoHosts, long_settings: list[str], tmp_path: Path
+    what: str, starter: str, hosts: TwoHosts, tmp_path: Path
 ) -> None:
     """With one line on the other host that names this one and the cause."""
     folder, commands = tmp_path / "run", {}
-    words = ["recipes/cls.py", *long_settings, "--max_steps", "100000", "--output_dir", str(folder)]
+    words = ["recipes/cls.py", *LONG, "--max_steps", 100_000, "--output_dir", folder]
     for host in HOSTS:
         if starter == "ours":
             commands[host] = [sys.executable, *words, "--config_file", TWO_NODE, *FIRST]
@@ -224,12 +212,10 @@ def test_a_failure_of_one_host_ends_both_within_a_minute(
     error_of(done, BREAKS[what].get(starter, LOST))
 
 
-def test_the_same_command_resumes(
-    hosts: TwoHosts, long_settings: list[str], long_reference: list[float], tmp_path: Path
-) -> None:
+def test_the_same_command_resumes(hosts: TwoHosts, tmp_path: Path) -> None:
     """After a silent network, exactly."""
     folder = tmp_path / "run"
-    command = literal(folder, *long_settings, "--peer_timeout", "8")
+    command = literal(folder, *LONG, "--peer_timeout", "8")
     started = begin_run(hosts, on_both(*command), folder, 12)
     try:
         hosts.silence()
@@ -240,18 +226,16 @@ def test_the_same_command_resumes(
     error_of(done["b"], "lost the connection to hostA (rank 0)")
     again = hosts.run_both(on_both(*command, "--max_steps", "40"), SECONDS)
     assert "resuming from" in again["a"].succeeded().err
-    assert losses_of(folder) == pytest.approx(long_reference, rel=1e-5)
+    assert_losses(folder, FORTY)
 
 
 SILENT = "20 s are silent"  # fewer than `--peer_timeout` (30), as when a switch fails over
 
 
 @pytest.mark.parametrize("what", slow_but(["a rank is killed", SILENT], "a rank is killed"))
-def test_a_run_that_goes_on(
-    what: str, hosts: TwoHosts, long_settings: list[str], long_reference: Any, tmp_path: Path
-) -> None:
+def test_a_run_that_goes_on(what: str, hosts: TwoHosts, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    command = literal(folder, *long_settings, "--max_steps", "40", "--max_restarts", "1")
+    command = literal(folder, *FORTY, "--max_restarts", "1")
     started = begin_run(hosts, on_both(*command), folder, 12 if what != SILENT else 3)
     if what == SILENT:
         hosts.silence()
@@ -265,26 +249,22 @@ def test_a_run_that_goes_on(
     restarts = "resuming from" in done["a"].err
     assert restarts == ("rank 1 on hostB was killed by SIGKILL" in done["a"].err)
     assert restarts == (what != SILENT)
-    assert losses_of(folder) == pytest.approx(long_reference, rel=1e-5)
+    assert_losses(folder, FORTY)
 
 
 @pytest.mark.slow
-def test_permanent_failure_is_not_restarted(
-    hosts: TwoHosts, settings: list[str], tmp_path: Path
-) -> None:
+def test_permanent_failure_is_not_restarted(hosts: TwoHosts, tmp_path: Path) -> None:
     words = ["--checkpoint_every", "2", "--max_restarts", "3", "--label_column", "nothing"]
-    done = hosts.run_both(on_both(*literal(tmp_path / "run", *settings, *words)), SECONDS)
+    done = hosts.run_both(on_both(*literal(tmp_path / "run", *SETTINGS, *words)), SECONDS)
     for finished in done.values():
         error_of(finished, "nothing")
 
 
 @pytest.mark.slow
-def test_sigterm_of_accelerate_launch_stops_both(
-    hosts: TwoHosts, long_settings: list[str], tmp_path: Path
-) -> None:
+def test_sigterm_of_accelerate_launch_stops_both(hosts: TwoHosts, tmp_path: Path) -> None:
     """It forwards no signal; and the other machine's launcher would wait for this one."""
     folder, fresh = tmp_path / "run", dict.fromkeys(HOSTS, True)
-    command = literal(folder, *long_settings)
+    command = literal(folder, *LONG)
     started = begin_run(hosts, on_both(*command), folder, 3, fresh=fresh)
     signalled = time.monotonic()
     started["b"].send_signal(signal.SIGTERM)

@@ -12,9 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.matrix import REVIEWS, runs
 from tests.runs import Finished, begin, failed, fork, losses_of, recipe, slow_but, start
 
 SCRIPT = "recipes/cls.py"
+SETTINGS = [*REVIEWS, "--max_steps", 3, "--per_device_batch_size", 4]
 TORCHRUN = ["torchrun", "--nproc_per_node", "2", SCRIPT]
 ZERO1, ZERO2, ZERO3, DDP = (
     ["--config_file", f"accelerate_configs/{name}.yaml"]
@@ -32,71 +34,61 @@ COMMANDS: dict[str, tuple[list[str], int, int]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def settings(tiny_job: list[str]) -> list[str]:
-    return [*tiny_job, "--max_steps", "3", "--global_batch_size", "12"]
-
-
-def assert_run(done: Finished, run: Path, reference: Path, processes: int, stage: int = 0) -> None:
+def assert_run(done: Finished, run: Path, processes: int, stage: int = 0) -> None:
     done.succeeded()
     world = json.loads((run / "config.json").read_text())["world"]
     assert world["num_processes"] == processes
     assert world["distributed_type"] == ("DEEPSPEED" if stage else "MULTI_CPU")
     assert not stage or world["deepspeed"]["zero_optimization"]["stage"] == stage
-    assert losses_of(run) == pytest.approx(losses_of(reference), rel=1e-5)
+    expected = runs("single").run("each way to start", "recipes.cls", SETTINGS)
+    assert losses_of(run) == pytest.approx(losses_of(expected), rel=1e-5)
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("name", slow_but(COMMANDS, *list(COMMANDS)[:5]))
-def test_command(name: str, settings: list[str], reference: Path, tmp_path: Path) -> None:
+def test_command(name: str, tmp_path: Path) -> None:
     (program, *words), processes, stage = COMMANDS[name]
-    words += [*settings, "--output_dir", str(tmp_path / "run")]
+    words += [*SETTINGS, "--output_dir", str(tmp_path / "run")]
     if program == sys.executable:
         done = recipe(*words[1:])
     else:
         # one as typed: two interpreters share no state
         done = start([program, *words], fresh=name == "deepspeed, another config")
-    assert_run(done, tmp_path / "run", reference, processes, stage)
+    assert_run(done, tmp_path / "run", processes, stage)
 
 
 @pytest.mark.parametrize("text", ['{"zero_optimization": {"stage": 2,}}', "{}"])
-def test_deepspeed_config_that_is_not_valid(text: str, settings: list[str], tmp_path: Path) -> None:
+def test_deepspeed_config_that_is_not_valid(text: str, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(text)
     words = ["--deepspeed_config", tmp_path / "ds.json", "--output_dir", tmp_path / "run"]
-    assert failed(*settings, *words).startswith(f"{tmp_path / 'ds.json'}: ")
+    assert failed(*SETTINGS, *words).startswith(f"{tmp_path / 'ds.json'}: ")
 
 
-@pytest.mark.multiprocess
-def test_schedulers_variables(settings: list[str], reference: Path, tmp_path: Path) -> None:
+def test_schedulers_variables(tmp_path: Path) -> None:
     """Two processes with only the variables that Slurm sets for a task of `srun --ntasks 2` on one node join."""
-    command = [SCRIPT, *settings, "--output_dir", tmp_path / "run"]
+    command = [SCRIPT, *SETTINGS, "--output_dir", tmp_path / "run"]
     common = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "77", "SLURM_STEP_TASKS_PER_NODE": "2",
               "SLURM_STEP_NODELIST": socket.gethostname()}  # fmt: skip
     ranks = [common | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
     for process in [fork(command, variables) for variables in ranks]:
-        assert_run(process.finish(200), tmp_path / "run", reference, 2)
+        assert_run(process.finish(200), tmp_path / "run", 2)
 
 
-@pytest.mark.multiprocess
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="needs mpirun (apt-get install openmpi-bin)")
-def test_mpirun(settings: list[str], reference: Path, tmp_path: Path) -> None:
+def test_mpirun(tmp_path: Path) -> None:
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     words = ["mpirun", *root, "--oversubscribe", "-np", "2", sys.executable, SCRIPT]
-    finished = start([*words, *settings, "--output_dir", tmp_path / "run"])
-    assert_run(finished, tmp_path / "run", reference, 2)
+    finished = start([*words, *SETTINGS, "--output_dir", tmp_path / "run"])
+    assert_run(finished, tmp_path / "run", 2)
 
 
-@pytest.mark.multiprocess
-def test_file_after_the_script_and_a_taken_port(
-    settings: list[str], reference: Path, tmp_path: Path
-) -> None:
+def test_file_after_the_script_and_a_taken_port(tmp_path: Path) -> None:
     """A second job on the machine uses another port. `--num_processes` after the script overrides the file."""
     with socket.create_server(("", 0)) as taken:
         port = str(taken.getsockname()[1])
         way = [*DDP, "--num_processes", "3", "--main_process_port", port]
-        script = [SCRIPT, *settings, "--output_dir", tmp_path / "run"]
+        script = [SCRIPT, *SETTINGS, "--output_dir", tmp_path / "run"]
         finished = start(["accelerate", "launch", *script, *way])
-    assert_run(finished, tmp_path / "run", reference, 3)
+    assert_run(finished, tmp_path / "run", 3)
 
 
 def _imports_torch(process: psutil.Process) -> bool:

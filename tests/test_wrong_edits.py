@@ -74,7 +74,6 @@ def answer_to(name: str, way: str, diffs: tuple[str, ...]) -> str:
     return f"resumed: {figure}" if figure else "same"
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize(("name", "way", "diffs", "answer"), read_cases())
 def test_the_answer_to_a_wrong_edit(
     name: str, way: str, diffs: tuple[str, ...], answer: str

@@ -152,7 +152,6 @@ def test_a_parameter_of_the_loss_is_trained_and_saved() -> None:
     assert (model.state_dict()["classifier.weight"].numpy() == weights["classifier.weight"]).all()
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("name", RESUMED)
 @pytest.mark.parametrize("way", ["single", *slow_but(WAYS, *WAYS[:2])])
 def test_a_resumed_run_continues_the_uninterrupted_one(way: str, name: str) -> None:
@@ -162,7 +161,6 @@ def test_a_resumed_run_continues_the_uninterrupted_one(way: str, name: str) -> N
     assert losses_of(resumed) == pytest.approx(losses_of(whole)[HALF:], rel=1e-6)
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("name", JOBS)
 @EACH_WAY
 def test_equal_losses_under_every_launch(way: str, name: str) -> None:
@@ -209,7 +207,6 @@ MEANS = (
 )
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["zero2 x2", "fsdp2 x2"])
 def test_running_means_are_equal_in_all_processes(way: str) -> None:
     runs(way).run("means", "tests.edited_recipe", [script("means", edited(MEANS)), *WORDS])

@@ -13,10 +13,7 @@ import torch
 
 from toolkit.checkpoint import folder as folders
 
-TABLES = {
-    folders.WEIGHTS_FILE: {"weight": (torch.float32, (3,))},
-    folders.OPTIMIZER_FILE: {},
-}
+TABLES = {folders.WEIGHTS_FILE: {"weight": (torch.float32, (3,))}, folders.OPTIMIZER_FILE: {}}
 
 
 def save(checkpoints: Path, step: int, at: float | None = None, **facts: Any) -> Path:
@@ -62,15 +59,6 @@ def test_damage_is_noticed(tmp_path: Path, what: str) -> None:
     assert folders.newest_first(tmp_path) == [folder, older]
 
 
-def test_a_failed_save_leaves_nothing_and_the_earlier_one(tmp_path: Path) -> None:
-    folder, before = save(tmp_path, 1), names_in(tmp_path)
-    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    with pytest.raises(OSError, match="No space"):
-        folders.save(folder, TABLES, [torch.zeros(3)], {"step": 1}, full)
-    assert names_in(tmp_path) == before
-    assert folders.find_fault(folder) == ""
-
-
 def test_the_newest_is_by_time_not_by_step(tmp_path: Path) -> None:
     """A run that resumed step 2 continues from what it saved then, not from step 8, saved in 2096."""
     old, new = save(tmp_path, 8, at=4e9), save(tmp_path, 4)
@@ -91,18 +79,6 @@ def test_the_best_is_never_removed(
     folders.prune(tmp_path, keep=2, best_step=2)
     links = ["best", "last"] if has_links else []
     assert names_in(tmp_path) == [*links, "notes", *(f"step-{step:08d}" for step in (2, 4, 5))]
-
-
-def test_the_links_of_a_resumed_run(tmp_path: Path) -> None:
-    """It may have been killed before it set them."""
-    older, newer = save(tmp_path, 4), save(tmp_path, 8)
-    best, last = tmp_path / "best", tmp_path / "last"
-    best.symlink_to(newer.name)
-    last.symlink_to(older.name)
-    folders.set_links(tmp_path, best_step=4)
-    assert (best.resolve(), last.resolve()) == (older, newer)
-    folders.set_links(tmp_path, best_step=5)
-    assert not best.is_symlink()
 
 
 def test_a_checkpoint_on_another_disk_keeps_its_files(tmp_path: Path) -> None:

@@ -27,14 +27,13 @@ from toolkit.checkpoint.strategies import live_state
 
 
 class Awkward(Odd):
-    """With frozen, scalar, empty, 16-bit and shared tensors, too."""
+    """With frozen, scalar, 16-bit and shared tensors, too."""
 
     def __init__(self) -> None:
         super().__init__()
         self.alias = self.embed  # a module under two names
         self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
         self.scalar = nn.Parameter(torch.tensor(0.5))
-        self.nothing = nn.Parameter(torch.empty(0, 4))
         self.brief = nn.Parameter(torch.randn(3, 3).bfloat16())
         self.register_buffer("mask", torch.tensor([True, False, True]))
         self.register_buffer("wide", torch.randn(2, dtype=torch.float64))
@@ -44,8 +43,7 @@ class Awkward(Odd):
         self.two.register_buffer("table", shared)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        others = (self.brief.float() ** 3).sum() + self.nothing.sum()
-        return super().forward(tokens) * self.scalar + others
+        return super().forward(tokens) * self.scalar + (self.brief.float() ** 3).sum()
 
 
 class DeepSpeedCPUAdam(torch.optim.AdamW):
@@ -63,7 +61,6 @@ class DeepSpeedCPUAdam(torch.optim.AdamW):
 MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     **OPTIMIZERS,
     "fused": functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
-    "nadam": functools.partial(torch.optim.NAdam, lr=0.01),
     "asgd": functools.partial(torch.optim.ASGD, lr=0.01),
     "transformers": functools.partial(transformers.Adafactor, lr=0.01, relative_step=False),
     "deepspeed": functools.partial(DeepSpeedCPUAdam, lr=0.01),

@@ -88,7 +88,6 @@ SMALL = """--max_steps 2 --global_batch_size 4 --per_device_batch_size 2 --max_t
     --max_eval_samples 8 --mixed_precision no --output_dir run"""
 
 
-@pytest.mark.multiprocess
 def test_recipes_copied_from_a_wheel_run(installed: Path, tmp_path: Path) -> None:
     output = run_in(tmp_path, installed.parent / "toolkit", "init", "my work")
     work = tmp_path / "my work"

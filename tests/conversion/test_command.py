@@ -4,6 +4,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,14 +22,14 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def python(*arguments: str | Path) -> Process:
-    return begin([sys.executable, *arguments], {"PYTHONPATH": str(ROOT)})
+def python(*words: Any) -> Process:
+    return begin([sys.executable, *words], {"PYTHONPATH": str(ROOT)})
 
 
-def peak_of(*arguments: str | Path) -> int:
+def peak_of(*words: Any) -> int:
     """The largest anonymous memory of a Python process, in bytes."""
     peak = 0
-    with python(*arguments) as process:
+    with python(*words) as process:
         while process.poll() is None:
             for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
                 if "RssAnon" in line:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import toolkit
-from tests.conversion.test_files import write_run
+from tests.conversion.test_files import old_names, write_run
 from tests.conversion.test_real_folders import bert_config, read_folder
 from tests.faults import refusal
 from tests.runs import edit_json
@@ -105,11 +105,7 @@ def test_an_adapter_of_a_language_model(names: str, tiny_model: Path, tmp_path: 
     for saved in (tokenizer, AutoModelForPreTraining.from_pretrained(tiny_model)):
         saved.save_pretrained(base)
     if names != "today's":
-        weights = {}
-        for name, tensor in read_folder(base).items():
-            name = name.replace("LayerNorm.weight", "LayerNorm.gamma")
-            weights[name.replace("LayerNorm.bias", "LayerNorm.beta")] = tensor
-        save_file(weights, base / "model.safetensors", {"format": "pt"})
+        save_file(old_names(read_folder(base)), base / "model.safetensors", {"format": "pt"})
     tokenizer.add_tokens(["covid"])
     model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=3)
     model.resize_token_embeddings(len(tokenizer))

@@ -13,8 +13,6 @@ from tests.checkpoint.states import State, assert_same
 from tests.conversion.conftest import NAMES
 from tests.runs import edit_json
 
-pytestmark = pytest.mark.multiprocess
-
 
 def read_folder(folder: Path) -> State:
     return load_file(folder / "model.safetensors")

@@ -72,7 +72,6 @@ launch.run(lambda: print(launch.make_accelerator(sys.argv[1]).mixed_precision))
 """
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("settings", "chosen"), [(("auto", "auto"), "bf16"), (("no", "auto"), "no")]
 )

@@ -61,7 +61,6 @@ def test_unsuitable_models_and_strategies() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["single", "ddp x2", "zero2 x2", "fsdp2 x2"])
 def test_runs_resume_with_and_without_it(way: str) -> None:
     def run(name: str, *more: Any) -> Path:

@@ -15,7 +15,6 @@ MICRO_BATCHES = 8
 COMMON = [*TINY, "--train_file", inputs.reviews, "--global_batch_size", 16]
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["zero2 x2", "zero3 x2"])
 def test_bytes_of_a_step_do_not_grow_with_its_micro_batches(way: str) -> None:
     kinds = {"once": [], "each": ["--sync_each_batch", "true"]}
@@ -25,7 +24,6 @@ def test_bytes_of_a_step_do_not_grow_with_its_micro_batches(way: str) -> None:
     assert reduced["each"] == pytest.approx(MICRO_BATCHES * reduced["once"], rel=0.01)
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("way", REDUCTIONS)
 @pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_half_precision_gradients(way: str, precision: str) -> None:

@@ -29,7 +29,6 @@ SETTINGS = [*TINY, "--train_file", inputs.reviews, "--max_steps", 10, "--eval_ev
             "--per_device_batch_size", 3, "--learning_rate", "1e-3"]  # fmt: skip
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["ddp x2", "zero2 x2"])
 def test_no_synchronization_between_log_lines(way: str) -> None:
     run = runs(way).run("waits", "tests.training.test_waits", [*SETTINGS, "--logging_steps", 3])

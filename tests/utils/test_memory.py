@@ -103,7 +103,6 @@ def test_too_large_a_batch(when: str, run_out: Callable[..., Finished]) -> None:
 
 
 @LINUX
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("limited", ["all", "1"])
 def test_one_rank_reports_for_all(limited: str, run_out: Callable[..., Finished]) -> None:
     """Also if the others have enough memory, and wait for the one that has not."""
