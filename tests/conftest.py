@@ -70,7 +70,7 @@ def tokenizer(tiny_model: Path) -> Any:
 
 
 @pytest.fixture
-def toolkit_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def toolkit_cache(tmp_path: Path, monkeypatch: Any) -> Path:
     """An empty cache for one test."""
     cache = tmp_path / "cache"
     monkeypatch.setenv("TOOLKIT_CACHE", str(cache))
@@ -78,7 +78,7 @@ def toolkit_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_charts(monkeypatch: Any) -> None:
     """They take most of the time of a report.html."""
     from toolkit.report import curves
 
@@ -86,7 +86,7 @@ def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_launcher(monkeypatch: Any) -> Iterator[None]:
     """An environment in which nothing was launched, restored afterwards, whatever the test sets."""
     from toolkit.launch.options import clean_environment
 

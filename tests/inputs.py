@@ -186,18 +186,14 @@ def long_reviews(folder: Path) -> None:
     table.select(sorted(short + long)).to_csv(folder / "long_reviews.csv", index=False)
 
 
-@made_once()
-def _long_splits(folder: Path) -> None:
+@made_once("rows.csv")
+def long_split(folder: Path, name: str) -> None:
+    """`train` or `validation`: 48 and 12 of `long_reviews` as CSV files, whose rows are known by their places."""
     import pandas as pd
 
     table = pd.read_csv(long_reviews()).sample(60, random_state=3)
-    table[:48].to_csv(folder / "train.csv", index=False)
-    table[48:].to_csv(folder / "validation.csv", index=False)
-
-
-def long_split(name: str) -> Path:
-    """`train` or `validation`: 48 and 12 of `long_reviews` as CSV files, whose rows are known by their places."""
-    return _long_splits() / f"{name}.csv"
+    rows = table[:48] if name == "train" else table[48:]
+    rows.to_csv(folder / "rows.csv", index=False)
 
 
 @made_once("articles.jsonl")
@@ -211,8 +207,10 @@ def articles(folder: Path) -> None:
     write_jsonl(folder / "articles.jsonl", rows)
 
 
-@made_once()
-def _titles(folder: Path) -> None:
+@made_once("rows.jsonl")
+def titles(folder: Path, name: str) -> None:
+    """`train` or `validation`: 48 and 12 of `articles` as JSONL files, with titles that end in words of the tiny
+    model's vocabulary, so that ROUGE is not 0; some are very short."""
     rows = [json.loads(line) for line in articles().read_text(encoding="utf-8").splitlines()]
     ends = (" the film and the story", " very good price", " not a dull room", " fine")
     for place, row in enumerate(rows):
@@ -220,11 +218,4 @@ def _titles(folder: Path) -> None:
             row["title"] = row["title"][:2]
         else:
             row["title"] += ends[place % 4]
-    write_jsonl(folder / "train.jsonl", rows[:48])
-    write_jsonl(folder / "validation.jsonl", rows[48:])
-
-
-def titles(name: str) -> Path:
-    """`train` or `validation`: 48 and 12 of `articles` as JSONL files, with titles that end in words of the tiny
-    model's vocabulary, so that ROUGE is not 0; some are very short."""
-    return _titles() / f"{name}.jsonl"
+    write_jsonl(folder / "rows.jsonl", rows[:48] if name == "train" else rows[48:])

@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,19 +27,6 @@ def run(*command: str | Path) -> str:
     return done.stdout
 
 
-def expected(tracked: Iterable[str], templates: Iterable[str]) -> set[str]:
-    """The files of the wheel without its metadata: the package, and the templates of `toolkit init`."""
-    package = {name for name in tracked if name.startswith("toolkit/")}
-    return package | {f"toolkit/templates/{name}" for name in templates}
-
-
-def wheel_faults(names: Iterable[str], wanted: set[str]) -> list[str]:
-    """Missing and extra files of a wheel."""
-    present = {name for name in names if ".dist-info/" not in name}
-    missing = [f"missing: {name}" for name in sorted(wanted - present)]
-    return missing + [f"extra: {name}" for name in sorted(present - wanted)]
-
-
 def main(out: Path) -> None:
     run(sys.executable, "-m", "build", "--outdir", out, ROOT)
     (wheel,) = out.glob(f"*-{__version__}-*.whl")
@@ -48,9 +34,12 @@ def main(out: Path) -> None:
     run(sys.executable, "-m", "twine", "check", "--strict", wheel, source)
     manifest = (ROOT / "MANIFEST.in").read_text(encoding="utf-8")
     templates = re.findall(r"^include (.+)$", manifest, re.MULTILINE)
-    wanted = expected(run("git", "ls-files").splitlines(), templates)
-    if faults := wheel_faults(zipfile.ZipFile(wheel).namelist(), wanted):
-        sys.exit("the files of the wheel differ from git's:\n  " + "\n  ".join(faults))
+    tracked = run("git", "ls-files", "toolkit").splitlines()
+    expected = {*tracked, *(f"toolkit/templates/{name}" for name in templates)}
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    if names != expected:
+        missing, extra = sorted(expected - names), sorted(names - expected)
+        sys.exit(f"the wheel lacks {missing} of git's files, and has {extra} more")
 
 
 if __name__ == "__main__":

@@ -253,13 +253,11 @@ def start(
 
 def recipe(
     *arguments: Any, script: str | Path = "recipes/cls.py", seconds: float = 240, env: Mapping[str, str] | None = None,
-    pages: bool | Iterable[str] = False, **options: Any,
+    pages: bool = False, **options: Any,
 ) -> Finished:  # fmt: skip
-    """Runs `python SCRIPT ARGUMENTS` in a fork. Without `pages` (all, or those of runs of these names) report.html is
-    empty, and no model card and no baselines.json are written."""
-    variables = {**(env or {})}
-    if pages is not True:
-        variables["TESTS_WITHOUT_PAGES"] = ",".join(pages or ())
+    """Runs `python SCRIPT ARGUMENTS` in a fork. Without `pages` report.html is empty, and no model card and no
+    baselines.json are written."""
+    variables = {**(env or {})} if pages else {"TESTS_WITHOUT_PAGES": "", **(env or {})}
     with fork([script, *arguments], variables, **options) as process:
         return process.finish(seconds)
 

@@ -35,7 +35,7 @@ esac
 
 
 @pytest.fixture(autouse=True)
-def _network(monkeypatch: pytest.MonkeyPatch) -> None:
+def _network(monkeypatch: Any) -> None:
     pretend_network(monkeypatch, ["10.0.0.9"])
 
 

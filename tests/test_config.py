@@ -57,9 +57,7 @@ def test_the_command_line_wins_over_the_file(yaml_file: YamlFile) -> None:
         ("mixed_precision: no", "mixed_precision", "no"),  # false in YAML 1.1
     ],
 )
-def test_forms_of_words_and_of_yaml(
-    yaml_file: YamlFile, words: str, name: str, value: object
-) -> None:
+def test_forms_of_words_and_yaml(yaml_file: YamlFile, words: str, name: str, value: object) -> None:
     arguments = words.split() if words.startswith("--") else [yaml_file(words)]
     assert flat(parse(TaskSettings, arguments))[name] == value
 
@@ -143,29 +141,22 @@ def test_contradictions_name_both_settings(words: str, other: str) -> None:
     refusal(build, TaskSettings, values, says=[f"--{name}" for name in (*values, *other.split())])
 
 
-def test_the_demo_fills_what_was_not_given_where_no_data_and_no_model_is_named(demo: Path) -> None:
+def test_the_demo_fills_what_was_not_given(demo: Path) -> None:
+    """Where no data and no model is named; half a job is not mixed with it."""
     settings = parse(TaskSettings, ["--seed", "3", "--learning_rate", "1e-3"], demo)
     assert (settings.model.model_name_or_path, settings.data.dataset_name) == ("demo:m", "demo:d")
     assert (settings.training.learning_rate, settings.training.seed) == (1e-3, 3)
     settings = parse(TaskSettings, NAMED, demo)
     assert (settings.training.learning_rate, settings.training.warmup_ratio) == (5e-5, None)
     assert settings.data.dataset_name is None
-
-
-@pytest.mark.parametrize(
-    ("named", "missing"),
-    [("train_file", "model_name_or_path"), ("dataset_name", "model_name_or_path"),
-     ("model_name_or_path", "train_file"), ("test_file", "train_file")],
-)  # fmt: skip
-def test_a_half_of_a_job_is_not_mixed_with_the_demo(named: str, missing: str, demo: Path) -> None:
-    refusal(parse, TaskSettings, [f"--{named}", "x"], demo, match=f"--{missing}")
-
-
-def test_flat_is_what_build_takes() -> None:
-    settings = build(TaskSettings, {"train_file": "t", "seed": 3, "dropout": 0.0})
-    defaults = flat(build(TaskSettings, {}))
-    given = {name: value for name, value in flat(settings).items() if value != defaults[name]}
-    assert build(TaskSettings, given) == settings
+    model, file = "model_name_or_path", "train_file"
+    for named, missing in (
+        (file, model),
+        ("dataset_name", model),
+        (model, file),
+        ("test_file", file),
+    ):
+        refusal(parse, TaskSettings, [f"--{named}", "x"], demo, match=f"--{missing}")
 
 
 @pytest.mark.parametrize("task", tasks())

@@ -198,9 +198,7 @@ def test_bigbird_at_many_widths(training: bool, attention: str) -> None:
 
 @ON_A_GPU
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_bigbird_has_a_kernel_in_half_precision(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bigbird_has_a_kernel_in_half_precision(dtype: torch.dtype, monkeypatch: Any) -> None:
     """torch's own tiles of the backward pass depend on GPU, precision and head size."""
     monkeypatch.setattr(ways, "_compiles", {})
     for size in (32, 64, 128):

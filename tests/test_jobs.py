@@ -1,4 +1,4 @@
-"""Complete jobs: every kind of label, prediction of files, the demo."""
+"""Complete jobs: every kind of label, prediction of files. The demo: tests/commands/test_init.py."""
 
 import json
 from pathlib import Path
@@ -40,9 +40,8 @@ def test_every_kind_of_label(kind: str) -> None:
         assert labels == list(last["per_output"]) == ["length", "good"]
         answers = np.array([line["prediction"] for line in lines])
         errors = ((answers - np.array(truth)) ** 2).mean(axis=0)
-        assert [each["mse"] for each in last["per_output"].values()] == pytest.approx(
-            errors, rel=1e-4
-        )
+        each_mse = [each["mse"] for each in last["per_output"].values()]
+        assert each_mse == pytest.approx(errors, rel=1e-4)
         assert [last["loss"], last["mse"]] == pytest.approx([errors.mean()] * 2, rel=1e-4)
     for name in FILES:
         assert (run / name).stat().st_size > 0
@@ -68,13 +67,3 @@ def test_predict_answers_for_texts_and_lines_of_a_file(tmp_path: Path, toolkit_c
     assert list(pd.read_csv(answers))[1:] == ["prediction_length", "prediction_good"]
     both = start(["toolkit", "predict", model, file, "--text", "a"])
     both.says_in_one_line("--text", "FILE")
-
-
-def test_the_literal_command_runs_the_demo(tmp_path: Path) -> None:
-    """Real weights, real reviews, two processes; the first steps of it."""
-    words = [*"accelerate launch recipes/cls.py --config_file accelerate_configs/ddp.yaml".split()]
-    words += ["--max_steps", "3", "--max_eval_samples", "64", "--output_dir", str(tmp_path / "run")]
-    start(words, env={"TESTS_WITHOUT_PAGES": ""}).succeeded()
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config["world"]["num_processes"] == 2
-    assert config["data"]["samples"] == {"train": 7677, "validation": 64}

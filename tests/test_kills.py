@@ -39,7 +39,7 @@ def assert_resumed(folder: Path, expected: Path, rel: float = 1e-6, stopped: boo
 @pytest.mark.parametrize("event", slow_but(range(1, 200), 2, 25, 47, 80, 121, 160))
 def test_inside_a_save(event: int, tmp_path: Path) -> None:
     words = [*words_of(SETTINGS), "--output_dir", tmp_path / "run"]
-    killed = recipe(str(event), "0", *words, script="tests/kill_worker.py")
+    killed = recipe(event, "0", *words, script="tests/failing_worker.py")
     assert killed.code == -signal.SIGKILL, killed.err[-3000:]
     train(*words)
     assert_resumed(tmp_path / "run", runs("single").run("not killed", "recipes.cls", SETTINGS))

@@ -13,7 +13,7 @@ import importlib
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +57,11 @@ TRACED = {
 
 
 @pytest.fixture(scope="module")
-def notes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("meta")
+def notes(tmp_path_factory: Any) -> dict[str, Any]:
+    folder, commands = tmp_path_factory.mktemp("meta"), {}
     jobs, notes = folder / "jobs.json", folder / "notes.json"
-    commands = {}
     for name, job in TRACED.items():
-        words = [*job.words, *META, "--output_dir", folder / name]
-        commands[name] = [job.recipe, *words_of(words)]
+        commands[name] = words_of([job.recipe, *job.words, *META, "--output_dir", folder / name])
     jobs.write_text(json.dumps(commands), encoding="utf-8")
     recipe(jobs, notes, script="tests/test_meta_device.py", seconds=500).succeeded()
     return dict(json.loads(notes.read_text(encoding="utf-8")))
@@ -72,18 +70,6 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("job", TRACED)
 def test_a_step_and_an_evaluation_stay_on_the_device(job: str, notes: dict[str, Any]) -> None:
     assert notes[job] == {"error": "", "computing": [], "evaluating": []}, notes[job]["error"]
-
-
-@pytest.mark.parametrize(
-    "compute",
-    [lambda x: x.new_tensor([1.0, 2.0]), lambda x: torch.tensor([1.0, 2.0], device=DEVICE),
-     lambda x: torch.tensor([1.0, 2.0]).to(DEVICE), lambda x: x[torch.tensor([0])],
-     lambda x: torch.zeros_like(x).copy_(torch.tensor([1.0, 2.0]))],
-)  # fmt: skip
-def test_copies_from_the_cpu_are_noted(compute: Callable[[torch.Tensor], Any]) -> None:
-    with Crossings() as crossings, Copies(crossings):
-        compute(torch.ones(2, device=DEVICE))
-    assert crossings.notes["computing"]
 
 
 make_accelerator, begin = launch.make_accelerator, Steps.__iter__

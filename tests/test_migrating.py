@@ -30,9 +30,7 @@ def run(folder: Path, *words: str | Path) -> Finished:
         return process.finish(240).succeeded()
 
 
-def test_the_usual_script_counts_a_sample_twice_and_the_recipe_does_not(
-    folder: Path, tiny_model: Path
-) -> None:
+def test_the_usual_script_counts_a_sample_twice(folder: Path, tiny_model: Path) -> None:
     torchrun = Path(sys.executable).with_name("torchrun")
     words = [torchrun, "--nproc_per_node", "2", "--master_port", str(free_port()), "old_ddp.py"]
     old = run(folder, *words, tiny_model, "train.csv", "valid.csv")

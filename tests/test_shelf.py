@@ -8,9 +8,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests import release
 from tests.runs import ROOT
-from toolkit import __version__
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 NAMES = ("AGENTS.md", "CONTRIBUTING.md", "README.md", "Makefile", "docs/compatibility.md",
@@ -30,18 +28,10 @@ def test_make_targets_and_files_exist(path: Path) -> None:
     assert [name for name in files if not (ROOT / name).is_file()] == []
 
 
-def test_the_version_is_defined_once() -> None:
-    assert "version" in PROJECT["project"]["dynamic"]
-    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "toolkit.__version__"}
-    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert re.findall(r"^## (\S+)", changelog, re.M)[0] == __version__
-
-
 def test_constraints_are_within_the_ranges_and_every_dependency_has_a_lower_bound() -> None:
     text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
-    pins = {
-        canonicalize_name(name): pin for name, pin in re.findall(r"^([\w.-]+)==(\S+)", text, re.M)
-    }
+    lines = re.findall(r"^([\w.-]+)==(\S+)", text, re.M)
+    pins = {canonicalize_name(name): pin for name, pin in lines}
     needed = PROJECT["project"]["dependencies"]
     assert [line for line in needed if ">=" not in line] == []
     extras = PROJECT["project"]["optional-dependencies"].values()
@@ -49,12 +39,3 @@ def test_constraints_are_within_the_ranges_and_every_dependency_has_a_lower_boun
         one = Requirement(line)
         if one.name != PROJECT["project"]["name"]:
             assert one.specifier.contains(pins[canonicalize_name(one.name)]), line
-
-
-def test_a_wheel_with_missing_or_extra_files_is_refused() -> None:
-    wanted = release.expected(["toolkit/run.py", "tests/runs.py"], ["recipes/cls.py"])
-    assert wanted == {"toolkit/run.py", "toolkit/templates/recipes/cls.py"}
-    names = ["toolkit/run.py", "toolkit/secret.txt", "finetune_toolkit-1.dist-info/METADATA"]
-    faults = ["missing: toolkit/templates/recipes/cls.py", "extra: toolkit/secret.txt"]
-    assert release.wheel_faults(names, wanted) == faults
-    assert release.wheel_faults([*wanted], wanted) == []

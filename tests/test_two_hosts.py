@@ -75,9 +75,7 @@ def error_of(finished: Finished, *says: str) -> str:
 
 
 @pytest.mark.parametrize("name", slow_but(["2node", "2node_zero2", "2node_zero3"], "2node_zero3"))
-def test_the_literal_command_with_the_address_in_the_file(
-    name: str, hosts: TwoHosts, tmp_path: Path
-) -> None:
+def test_the_literal_command_with_an_address(name: str, hosts: TwoHosts, tmp_path: Path) -> None:
     command = literal(tmp_path / "run", *SETTINGS, file=with_address(name, tmp_path))
     without = [word for word in command if word not in FIRST]
     fresh = dict.fromkeys(HOSTS, name == "2node_zero3")  # as typed, once

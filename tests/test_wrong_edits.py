@@ -75,7 +75,5 @@ def answer_to(name: str, way: str, diffs: tuple[str, ...]) -> str:
 
 
 @pytest.mark.parametrize(("name", "way", "diffs", "answer"), read_cases())
-def test_the_answer_to_a_wrong_edit(
-    name: str, way: str, diffs: tuple[str, ...], answer: str
-) -> None:
+def test_answer_to_a_wrong_edit(name: str, way: str, diffs: tuple[str, ...], answer: str) -> None:
     assert answer_to(name, way, diffs) == answer

@@ -34,7 +34,6 @@ WORDS = [*TINY, "--train_file", inputs.reviews, "--eval_every", 3, "--checkpoint
          "5e-3", "--lr_scheduler_type", "constant", "--global_batch_size", 22, "--per_device_batch_size", 6,
          "--max_eval_samples", 21, "--max_steps", STEPS]  # fmt: skip
 WAYS = ("ddp x2", "zero3 x2", "zero2 x2", "fsdp2 x2")
-EACH_WAY = pytest.mark.parametrize("way", slow_but(WAYS, *WAYS[:2]))
 
 
 def edits_of(page: Path) -> dict[str, list[str]]:
@@ -101,20 +100,13 @@ def test_the_evaluation_uses_the_focal_loss() -> None:
 
 
 def test_a_custom_metric_chooses_the_best_model(tmp_path: Path) -> None:
-    path, *words = [str(word() if callable(word) else word) for word in words_of("metric")]
+    path, *words = words_of("metric")
     recipe(*words, "--output_dir", tmp_path / "run", script=path, pages=True).succeeded()
     best = max(lines_of(tmp_path / "run" / "eval.jsonl"), key=lambda line: line["mcc"])
     state = json.loads((tmp_path / "run" / "model" / "trainer_state.json").read_text())
     assert state["global_step"] == best["step"]
     for page in ("report.html", "model/README.md"):
         assert "mcc" in (tmp_path / "run" / page).read_text(encoding="utf-8")
-
-
-def test_frozen_layers_do_not_change() -> None:
-    name = "embeddings.word_embeddings.weight"
-    before = load_file(inputs.tiny_model() / "model.safetensors")[name]
-    assert (before == weights_of(single("frozen"))[f"bert.{name}"]).all()
-    assert (before != weights_of(single("sgd"))[f"bert.{name}"]).any()
 
 
 def test_a_custom_model_is_loaded_as_the_page_says() -> None:
@@ -162,27 +154,22 @@ def test_a_resumed_run_continues_the_uninterrupted_one(way: str, name: str) -> N
 
 
 @pytest.mark.parametrize("name", JOBS)
-@EACH_WAY
+@pytest.mark.parametrize("way", slow_but(WAYS, *WAYS[:2]))
 def test_equal_losses_under_every_launch(way: str, name: str) -> None:
     run, expected = run_of(way, name), single(name)
     assert len(losses_of(run)) == len(set(losses_of(run))) == STEPS
-    if (
-        name == "contrastive in fewer"
-    ):  # micro-batches differ, and with them the loss, as documented
+    # micro-batches differ, and with them the loss, as documented
+    if name == "contrastive in fewer":
         assert np.isfinite(losses_of(run)).all()
         assert losses_of(run) != pytest.approx(losses_of(expected), rel=1e-5)
         return
     assert_same_run(run, expected)
-    shapes = (
-        {key: value.shape for key, value in weights_of(each).items()} for each in (run, expected)
-    )
-    assert next(shapes) == next(shapes)
+    mine, theirs = weights_of(run), weights_of(expected)
+    assert {key: mine[key].shape for key in mine} == {key: theirs[key].shape for key in theirs}
 
 
 @pytest.mark.parametrize(("every", "evaluations"), [(9, {4}), (3, {3, 4})])
-def test_a_loop_that_ends_early_is_logged_evaluated_and_saved(
-    every: int, evaluations: set[int]
-) -> None:
+def test_a_loop_that_ends_early_is_complete(every: int, evaluations: set[int]) -> None:
     leave = "         optimizer.zero_grad()\n+        if step.number == 4:\n+            break\n"
     words = [script("left early", edited([leave])), *WORDS]
     words += ["--eval_every", every, "--checkpoint_every", every, "--logging_steps", every]

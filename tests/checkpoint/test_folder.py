@@ -66,9 +66,7 @@ def test_the_newest_is_by_time_not_by_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_links", [True, False])
-def test_the_best_is_never_removed(
-    has_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_is_never_removed(has_links: bool, tmp_path: Path, monkeypatch: Any) -> None:
     """Also on a disk without symbolic links: Google Drive, exFAT, SMB."""
     if not has_links:
         monkeypatch.setattr(Path, "symlink_to", Mock(side_effect=OSError(errno.EPERM, "no")))

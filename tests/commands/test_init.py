@@ -1,5 +1,6 @@
 """`toolkit init`, from a clone and from a wheel in a new environment."""
 
+import json
 import os
 import re
 import shutil
@@ -33,9 +34,7 @@ def files_of(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_init_overwrites_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_init_overwrites_no_file(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "cls.py").write_text("print('mine')\n")
@@ -48,7 +47,7 @@ def test_init_overwrites_no_file(
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(tmp_path_factory: Any) -> Path:
     """The Python of a new environment with a wheel of this package.
 
     It also finds the libraries of the environment that runs the tests, but no editable install
@@ -98,4 +97,7 @@ def test_recipes_copied_from_a_wheel_run(installed: Path, tmp_path: Path) -> Non
     assert Path(where).is_relative_to(installed.parents[1])
     out = run_in(work, installed, *LAUNCH.split(), *SMALL.split())
     assert len(lines_of(work / "run" / "metrics.jsonl")) == 2, out
+    config = json.loads((work / "run" / "config.json").read_text())
+    assert config["world"]["num_processes"] == 2
+    assert config["settings"]["dataset_name"] == "demo:rotten-tomatoes"  # nothing was named
     assert (work / "run" / "model" / "config.json").is_file()

@@ -16,7 +16,7 @@ BIG = 1 << 28
 
 
 @pytest.fixture(scope="module")
-def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def big(tmp_path_factory: Any) -> Path:
     path = tmp_path_factory.mktemp("big") / "model.pt"
     torch.save({f"layer.{number}.weight": torch.randn(BIG // 128, 1) for number in range(32)}, path)
     return path

@@ -46,7 +46,7 @@ def state(trained: Any) -> State:
 
 
 @pytest.fixture(scope="module")
-def config(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def config(tiny_model: Path, tmp_path_factory: Any) -> Path:
     return bert_config(tiny_model, tmp_path_factory.mktemp("config") / "bert")
 
 
@@ -95,7 +95,7 @@ FILES: dict[str, Callable[[State, Any], Any]] = {
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_of_torch_save(
-    name: str, legacy: bool, state: State, trained: Any, config: Path, tmp_path: Path
+    name: str, legacy: bool, state: Any, trained: Any, config: Path, tmp_path: Path
 ) -> None:
     content = FILES[name](state, trained[1])
     torch.save(content, tmp_path / name, _use_new_zipfile_serialization=not legacy)
@@ -137,9 +137,7 @@ def test_several_models_in_a_file(state: State, trained: Any, config: Path, tmp_
         assert_equal(read_folder(tmp_path / prefix), expected)
 
 
-def test_the_config_promises_every_name_and_shape(
-    state: State, config: Path, tmp_path: Path
-) -> None:
+def test_the_config_promises_names_and_shapes(state: State, config: Path, tmp_path: Path) -> None:
     less = dict(state)
     less.pop("classifier.bias")
     changes: dict[str, State] = {

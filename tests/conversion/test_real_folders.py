@@ -31,9 +31,7 @@ def truth_of(folder: Path) -> State:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_weights_are_those_in_memory(
-    name: str, checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_weights_of_the_memory(name: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     toolkit.convert(checkpoints[name], tmp_path / "out")
     truth, actual = truth_of(checkpoints[name]), read_folder(tmp_path / "out")
     tied = {"head.weight": "embed.weight"}  # DeepSpeed may write it under its other name

@@ -124,7 +124,7 @@ TORCHRUN_2 = ["torchrun", "--standalone", "--nproc_per_node", "2"]
     ("variable", "launcher", "threads"),
     [("-uOMP_NUM_THREADS", TORCHRUN_2, 4), ("OMP_NUM_THREADS=1", [sys.executable], 1)],
 )
-def test_threads_of_each_launcher(
+def test_launchers_threads(
     variable: str, launcher: list[str], threads: int, tmp_path: Path
 ) -> None:
     (tmp_path / "threads.py").write_text(SCRIPT)

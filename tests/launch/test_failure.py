@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from tests.runs import Finished, start
-from toolkit import launch
 from toolkit.launch import failure
 from toolkit.launch.environment import Place
 
@@ -40,17 +39,12 @@ def test_a_lost_connection_is_another_ranks_failure(monkeypatch: pytest.MonkeyPa
     assert not describe(ConnectionResetError("Connection reset by peer")).is_effect  # a tracker's
 
 
-def test_an_explained_failure_is_one_line_and_others_are_tracebacks(
-    no_launcher: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(failure.exit_state, "explain", None)
-    error = RuntimeError("a bug")
-    unexplained = describe(error)
-    assert unexplained.text.startswith("Traceback")
-    assert unexplained.text.endswith(unexplained.line)
-    launch.explain_failures(lambda error: "the batch is too large")
-    explained = describe(error)
-    assert (explained.line, explained.text) == ("error: the batch is too large", "")
+def test_only_an_unexplained_failure_is_a_traceback() -> None:
+    """Explained by the run: tests/utils/test_memory.py."""
+    done = run("raise RuntimeError('a bug')")
+    assert done.code == 1
+    assert done.err.startswith("Traceback")
+    assert done.err.endswith("\nerror: RuntimeError: a bug\n")
 
 
 @pytest.mark.parametrize(

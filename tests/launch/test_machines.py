@@ -19,7 +19,7 @@ from toolkit.launch.network import address_to_serve, connect_store, is_this_mach
 FIRST, SECOND, ELSEWHERE = "10.0.0.1", "10.0.0.2", "10.9.9.9"
 
 
-def pretend_network(monkeypatch: pytest.MonkeyPatch, own: Sequence[str], **names: str) -> None:
+def pretend_network(monkeypatch: Any, own: Sequence[str], **names: str) -> None:
     """Gives this machine the addresses `own` (and 127.0.0.1), and a resolver that knows `names`."""
     known = {"localhost": "127.0.0.1", **names}
     interfaces = {}
@@ -41,7 +41,7 @@ Find = Callable[..., Machines]
 
 
 @pytest.fixture
-def find(monkeypatch: pytest.MonkeyPatch) -> Find:
+def find(monkeypatch: Any) -> Find:
     """`find({options}, {environment}, own=[...], **config)` -> the machines, by default two."""
 
     def find_with(
@@ -99,13 +99,13 @@ def test_options_override_the_file(find: Find) -> None:
     assert find(address).port == DEFAULT_PORT
 
 
-def test_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_this_machine(monkeypatch: Any) -> None:
     pretend_network(monkeypatch, [FIRST], gpu1=FIRST, gpu2=SECOND, me="127.0.1.1")
     assert all(map(is_this_machine, (FIRST, "localhost", "gpu1", "me")))
     assert not any(map(is_this_machine, (SECOND, "gpu2", "nobody", "")))
 
 
-def test_address_to_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_to_serve(monkeypatch: Any) -> None:
     """Never all addresses."""
     pretend_network(monkeypatch, [FIRST], gpu1=FIRST, me="127.0.1.1")
     monkeypatch.setattr(network, "source_address_for", lambda _: "")  # no route

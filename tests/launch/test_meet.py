@@ -16,7 +16,7 @@ Member = tuple[int, dict[str, Any]]
 
 
 @pytest.fixture(autouse=True)
-def _reads_briefly(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def _reads_briefly(no_launcher: None, monkeypatch: Any) -> None:
     monkeypatch.setattr(module, "_READ_SECONDS", 0.5)
 
 

@@ -43,7 +43,7 @@ def planned(path: Path | str, words: str = "") -> Request:
 
 
 @pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> None:
+def _environment(monkeypatch: Any, no_launcher: None) -> None:
     """Nothing was launched, no host name is resolved outside, and `FIRST` is another machine's address."""
     pretend_network(monkeypatch, [ELSEWHERE])
     for name in ("NODE_RANK", "SLURM_NODEID", *map(timeout_variable, TIMEOUTS)):
@@ -79,9 +79,7 @@ def test_deepspeed_files(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=by_name)
-def test_plan_of_each_shipped_file(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_of_each_shipped_file(path: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)  # files are found from another folder
     config = load_config_from_file(str(path))  # accelerate itself accepts it
     assert "mixed_precision" not in yaml.safe_load(path.read_text())  # the hardware decides
@@ -105,9 +103,7 @@ def test_plan_of_each_shipped_file(
     ("kind", "machines", "processes"),
     [("MULTI_GPU", 1, 8), ("DEEPSPEED", 2, 16), ("MULTI_CPU", 2, 2), ("NO", 1, 1)],
 )
-def test_default_processes(
-    kind: str, machines: int, processes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_default_processes(kind: str, machines: int, processes: int, monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
     options, config = split_arguments([])[0], {"distributed_type": kind}
     assert count_processes(options, config, Path("mine.yaml"), machines) == processes
@@ -173,7 +169,7 @@ BY_ACCELERATE = TORCHRUN_8 | {"ACCELERATE_USE_CPU": "no"}
     ],
 )
 def test_what_would_have_no_effect(
-    monkeypatch: pytest.MonkeyPatch, outer: dict[str, str], before: str, behind: str, says: str
+    monkeypatch: Any, outer: dict[str, str], before: str, behind: str, says: str
 ) -> None:
     """Each would silently train another way than requested, or a model per machine."""
     words = [SCRIPT, *behind.split()]

@@ -23,7 +23,7 @@ def _no_launcher(no_launcher: None) -> None:
 @pytest.mark.parametrize(
     ("capability", "chosen"), [((8, 0), "bf16"), ((7, 5), "fp16"), ((7, 0), "fp16"), ((6, 1), "no")]
 )
-def test_a_gpu(capability: tuple[int, int], chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu(capability: tuple[int, int], chosen: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert precision.auto_precision("cuda") == chosen
 
@@ -37,7 +37,7 @@ def test_a_gpu(capability: tuple[int, int], chosen: str, monkeypatch: pytest.Mon
         (AMD, ["avx2"], "no"),
     ],
 )
-def test_a_cpu(name: str, able: list[str], chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu(name: str, able: list[str], chosen: str, monkeypatch: Any) -> None:
     capabilities = {"cpu_name": name, "num_sockets": 1, **dict.fromkeys(able, True)}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     assert precision.auto_precision("cpu") == chosen

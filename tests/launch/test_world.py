@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.commands.config import config_args
-from accelerate.utils import DistributedType
 from torch.distributed import HashStore
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
@@ -43,7 +42,7 @@ DDP, SINGLE = str(CONFIGS / "ddp.yaml"), str(CONFIGS / "single.yaml")
 )
 @pytest.mark.usefixtures("no_launcher")
 def test_processes_that_accelerate_launch_requests(
-    default: str, line: str, requested: int, monkeypatch: pytest.MonkeyPatch
+    default: str, line: str, requested: int, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(config_args, "default_config_file", default or "none.yaml")
     parent = SimpleNamespace(cmdline=line.split)
@@ -51,7 +50,7 @@ def test_processes_that_accelerate_launch_requests(
     assert requested_processes(ALONE)[0] == requested
 
 
-def test_wrong_world_size(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_world_size(accelerator: Accelerator, monkeypatch: Any) -> None:
     """`accelerate launch` silently starts one process for a config file for CPUs."""
     verify_world(ALONE)
     monkeypatch.setenv(MARKER, json.dumps({"num_processes": 4, "config_file": "my.yaml"}))
@@ -67,7 +66,7 @@ MINE = {USES: "true", FILE: "ds_configs/zero1.json", ACCUMULATION: "auto"}
 @pytest.mark.parametrize(
     ("env", "chosen"), [({}, "zero2"), (ZERO3, "zero3"), (MINE, "zero1"), (MINE | ZERO3, "zero3")]
 )
-def test_deepspeed_config_after_the_script_is_used(
+def test_deepspeed_config_after_a_script(
     env: dict[str, str], chosen: str, no_launcher: None
 ) -> None:
     os.environ.update(env)
@@ -103,26 +102,14 @@ def test_unsupported_configs(name: str, value: str, says: str, no_launcher: None
     refusal(strategy.check_config, match=says)
 
 
-def test_fsdp_with_what_it_cannot_do(
-    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fsdp_with_what_it_cannot_do(accelerator: Accelerator, monkeypatch: Any) -> None:
     os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_OFFLOAD_PARAMS="true", **ZERO3)
     monkeypatch.setattr(PartialState(), "num_processes", 2)
     refusal(world._set_sharded_type, PartialState(), True, says=["fsdp_offload_params", "false"])
     refusal(strategy.use_deepspeed, ALONE, "cpu", says=["DeepSpeed", "FSDP"])
 
 
-def test_a_second_accelerator_is_sharded_too(
-    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On GPUs accelerate looks at the plugin if the type is MULTI_GPU, and then sets it to FSDP."""
-    state = PartialState()
-    monkeypatch.setattr(state, "distributed_type", DistributedType.FSDP)
-    world._set_sharded_type(state, False)
-    assert state.distributed_type == DistributedType.MULTI_GPU
-
-
-def test_cores_per_process(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_per_process(no_launcher: None, monkeypatch: Any) -> None:
     """Four processes; with SLURM_CPUS_PER_TASK srun has bound each to its own cores."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
     by_torchrun, by_srun = (Place(launcher, 0, 4, 0, 4) for launcher in ("torchrun", "srun"))
@@ -132,7 +119,7 @@ def test_cores_per_process(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -
     assert world._cores_per_process(by_torchrun) == 2
 
 
-def test_require_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_require_equal(monkeypatch: Any) -> None:
     """Of three ranks that share a store, in threads."""
     store, state, faults = HashStore(), threading.local(), []
     monkeypatch.setattr(ranks, "exit_state", state)

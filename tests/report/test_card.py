@@ -79,9 +79,7 @@ def test_front_matter_and_facts(tmp_path: Path) -> None:
         assert absent not in written.text
 
 
-def test_names_of_the_hub_and_no_local_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_of_the_hub_and_no_local_path(tmp_path: Path, monkeypatch: Any) -> None:
     hub = {"model_name_or_path": "bert-base-chinese", "dataset_name": "some/reviews"}
     data = card(tmp_path / "hub", hub).data
     assert (data.base_model, data.datasets) == ("bert-base-chinese", ["some/reviews"])
@@ -103,9 +101,7 @@ ERRORS = {"num_samples": 453, "loss": 0.2, "mse": 0.2, "mae": 0.3, "pearson": No
 @pytest.mark.parametrize(("labels", "numbers", "kind"), [
     (LABELS, SINGLE, "jieba"), (SCORE, ERRORS, None), (MULTI, SINGLE, None),
 ])  # fmt: skip
-def test_the_snippet(
-    tmp_path: Path, labels: Labels, numbers: dict[str, Any], kind: str | None
-) -> None:
+def test_the_snippet(tmp_path: Path, labels: Labels, numbers: Any, kind: str | None) -> None:
     loaded = card(tmp_path / "run", DEMO | {"tokenizer": kind}, numbers, labels)
     snippet = snippet_of(loaded)
     assert "truncation=True, max_length=128" in snippet
@@ -140,8 +136,8 @@ def test_many_classes_and_an_evaluation_on_truncated_texts(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", [None, "jieba"])
-def test_the_title_snippet_runs(
-    tmp_path: Path, tiny_model: Path, kind: str | None, monkeypatch: pytest.MonkeyPatch
+def test_snippet_of_titles(
+    tmp_path: Path, tiny_model: Path, kind: str | None, monkeypatch: Any
 ) -> None:
     tiny = PretrainedSettings(model_name_or_path=str(tiny_model))
     tokenizer = load_tokenizer(tiny)

@@ -56,7 +56,7 @@ def test_a_full_disk_is_an_error_and_leaves_no_draft(name: str, tmp_path: Path) 
     assert not list(run.glob("*.parts/*"))
 
 
-def test_read_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_read_lines(tmp_path: Path, capsys: Any) -> None:
     """After a kill, and after a power cut, which leaves blocks of NULs."""
     path = tmp_path / "lines.jsonl"
     assert list(read_lines(path)) == []
@@ -82,9 +82,7 @@ def test_a_resumed_run_drops_what_it_does_again(tmp_path: Path, step: int) -> No
 
 # the second is not a result of the run
 @pytest.mark.parametrize("truncated", [{}, {"max_length": 8}])
-def test_no_older_predictions_after_a_kill_within_an_evaluation(
-    tmp_path: Path, truncated: dict[str, int]
-) -> None:
+def test_no_predictions_of_an_older_evaluation(tmp_path: Path, truncated: dict[str, int]) -> None:
     make_run(tmp_path / "run", LABELS, [], {"loss": 0.5})
     RunFiles(MAIN, tmp_path / "run").append_evaluation(EVALUATION, 50, **truncated)
     assert (tmp_path / "run" / "predictions.jsonl").exists() == bool(truncated)

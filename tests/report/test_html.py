@@ -81,7 +81,7 @@ def three(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_classification(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_classification(three: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     config = three / "config.json"
     config.write_text(config.read_text().replace("recipes/", "/home/somebody/"))
@@ -136,9 +136,7 @@ TASKS: list[tuple[Any, list[Any], dict[str, Any], list[list[str]]]] = [
 
 @pytest.mark.usefixtures("without_charts")
 @pytest.mark.parametrize(("labels", "lines", "numbers", "mistakes"), TASKS)
-def test_other_tasks(
-    labels: Any, lines: list[Any], numbers: dict[str, Any], mistakes: Any, tmp_path: Path
-) -> None:
+def test_other_tasks(labels: Any, lines: Any, numbers: Any, mistakes: Any, tmp_path: Path) -> None:
     make_run(tmp_path / "run", labels, [{"id": n} | line for n, line in enumerate(lines)], numbers)
     page = page_of(tmp_path / "run", [NASTY, "fine", "bad"])
     assert page.rows.get("mistakes", [[]])[1:] == mistakes

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
-import pytest
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
@@ -28,9 +27,7 @@ class Tracker:
         self.calls.append(settings)
 
 
-def test_each_tracker_gets_the_run_project_and_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_tracker_gets_the_run_project_and_folder(tmp_path: Path, monkeypatch: Any) -> None:
     for name in TRACKERS:
         monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, Tracker)
     monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: True)
@@ -47,7 +44,7 @@ def test_each_tracker_gets_the_run_project_and_folder(
     ]
 
 
-def test_a_run_continues_without_a_tracker_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_continues_without_a_tracker_that_fails(capsys: Any) -> None:
     refuse = Mock(side_effect=ConnectionError("the server is gone\nand more"))
     steps: list[int] = []
     gone = SimpleNamespace(name="mlflow", log=refuse, finish=lambda: steps.append(-1))

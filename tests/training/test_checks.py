@@ -49,9 +49,7 @@ def test_the_optimizer_has_exactly_the_trained_parameters() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp2"])
-def test_what_no_verification_covers(
-    strategy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_no_verification_covers(strategy: str, monkeypatch: Any, tmp_path: Path) -> None:
     """An edited recipe prints a line; an optimizer that may need whole parameters is an error."""
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     recipe = tmp_path / "my_recipe.py"

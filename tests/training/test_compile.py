@@ -23,9 +23,7 @@ SHAPES = [(3, 9), (4, 17), (2, 40), (1, 9), (5, 131), (3, 8), (3, 33), (7, 21)]
 
 
 @pytest.mark.slow
-def test_layers_are_compiled_in_place_for_any_length(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_are_compiled_in_place_for_any_length(tiny_model: Path, monkeypatch: Any) -> None:
     compile_it = torch.nn.Module.compile  # a C++ compiler takes minutes
     monkeypatch.setattr(
         torch.nn.Module, "compile", lambda part, **how: compile_it(part, backend="aot_eager", **how)

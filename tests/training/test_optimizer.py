@@ -64,17 +64,7 @@ def test_norms_are_recognized_by_name_and_frozen_parameters_left_out() -> None:
     assert by_name(model) == {"classifier.weight": 0.1, "classifier.bias": 0.0}
 
 
-def test_an_optimizer_and_its_arguments() -> None:
-    """By other names: tests/test_sameness.py."""
-    words = {"optimizer_args": "betas=(0.8,0.95), eps=1e-6"}
-    settings = TrainingSettings(learning_rate=0.25, weight_decay=0.1, **words)
-    optimizer = make_optimizer(tiny("bert"), settings)
-    assert type(optimizer) is torch.optim.AdamW
-    expected = {"lr": 0.25, "betas": (0.8, 0.95), "eps": 1e-6, "fused": True}
-    assert optimizer.defaults.items() >= expected.items()
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
-
-
+# others, and their arguments: tests/test_sameness.py
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -111,9 +101,7 @@ AUTO: dict[str, Any] = {**dict.fromkeys(EXPECTED, "auto"), "zero_optimization": 
 
 
 @pytest.mark.parametrize("value", ["auto", 64])
-def test_the_settings_win_over_the_deepspeed_config(
-    value: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_settings_win_over_the_deepspeed_config(value: Any, capsys: Any) -> None:
     """In one line; a setting that is auto is not named."""
     settings = TrainingSettings(global_batch_size=32, per_device_batch_size=8, max_grad_norm=0.5)
     config = {**AUTO, "train_batch_size": value, "gradient_clipping": 1.0}

@@ -62,7 +62,7 @@ AFRESH = {"overwrite_output_dir": True}
     [(AFRESH, 1.0, None), (AFRESH, None, 8), ({"resume": "no"}, None, 8)],
 )
 def test_a_restart_resumes_only_what_its_job_has_saved(
-    options: Any, saved_at: Any, expected: int | None, run: Path, monkeypatch: pytest.MonkeyPatch
+    options: Any, saved_at: Any, expected: int | None, run: Path, monkeypatch: Any
 ) -> None:
     for step in (2, 4, 6):
         save(run / "checkpoints", step, 1.0, **FACTS)
@@ -86,9 +86,7 @@ def test_only_a_run_that_ended_before_its_first_checkpoint_is_moved_aside(run: P
     refusal(create_run_folder, settings, "cls", FACTS, match="already contains a run")
 
 
-def test_the_old_run_is_moved_aside(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_old_run_is_moved_aside(run: Path, tmp_path: Path, monkeypatch: Any) -> None:
     (link := tmp_path / "link").symlink_to(run)  # to another disk
     settings = TrainingSettings(output_dir=str(link), checkpoint_every=2, **AFRESH)
     create_run_folder(settings, "cls", FACTS)

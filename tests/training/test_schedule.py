@@ -66,13 +66,6 @@ def test_evaluations(options: dict[str, Any], steps: list[int]) -> None:
     assert [n for n in numbers if Step(run, n, np.zeros(0), [], 1).evaluates] == steps
 
 
-def test_a_step_has_no_attributes_of_a_recipe() -> None:
-    step = Step(SimpleNamespace(), 1, np.zeros(0), [], 1)  # type: ignore[arg-type]
-    step.grad_norm = 1.0
-    with pytest.raises(AttributeError, match="grad_nrom"):
-        step.grad_nrom = 1.0  # type: ignore[attr-defined]
-
-
 def test_a_scheduler_is_one_of_the_prepared_optimizer() -> None:
     optimizer, other = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]) for _ in range(2))
     make = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=9)

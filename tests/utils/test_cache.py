@@ -28,21 +28,6 @@ def fill_well(draft: Path) -> None:
     (draft / "train" / "labels.npy").write_text("0")
 
 
-def test_flush_comes_before_the_rename(
-    toolkit_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flushed, final, real = [], toolkit_cache / "tokens" / "abc", os.fsync
-
-    def flush(descriptor: int) -> None:
-        flushed.append((Path(f"/proc/self/fd/{descriptor}").readlink().name, final.exists()))
-        real(descriptor)
-
-    monkeypatch.setattr(os, "fsync", flush)
-    assert build(fill_well) == final
-    assert {("labels.npy", False), ("train", False)} < set(flushed)
-    assert ("tokens", True) in flushed  # and then the name itself
-
-
 def test_full_disk_and_interrupted_build(toolkit_cache: Path) -> None:
     def fill(draft: Path) -> None:
         (draft / "half").write_text("x")

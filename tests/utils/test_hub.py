@@ -16,7 +16,7 @@ from toolkit.pretrained import check_reachable
 
 
 @pytest.fixture
-def closed(monkeypatch: pytest.MonkeyPatch) -> str:
+def closed(monkeypatch: Any) -> str:
     """A hub on a closed port."""
     hub = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -33,9 +33,7 @@ def test_unreachable_hub(closed: str) -> None:
     assert time.monotonic() - started < 100
 
 
-def test_the_copy_in_the_cache(
-    closed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_the_copy_in_the_cache(closed: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr("toolkit.pretrained.try_to_load_from_cache", lambda *_, **__: str(tmp_path))
     check_reachable("nobody/no-model")
     assert closed in capsys.readouterr().err

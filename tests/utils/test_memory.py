@@ -66,7 +66,7 @@ SAMPLES = 1500
 
 
 @pytest.fixture(scope="module")
-def run_out(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Callable[..., Finished]:
+def run_out(tmp_path_factory: Any, tiny_model: Path) -> Callable[..., Finished]:
     """recipes/cls.py on many texts of 131 tokens, or a few; its processes may allocate 16 MiB more once they train."""
     folder = tmp_path_factory.mktemp("memory")
     rows = [f"{'good film ' * 70}{number},{'ab'[number % 2]}\n" for number in range(ROWS)]
@@ -75,12 +75,12 @@ def run_out(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Calla
     common = f"--model_name_or_path {tiny_model} --report_to none --max_steps 2"
     common += " --mixed_precision no --max_tokens_per_batch 1_000_000"
 
-    def run(train: str, validation: str, *words: Any, limited_rank: str = "0") -> Finished:
+    def run(train: str, validation: str, *words: Any, rank: str = "0") -> Finished:
         files = ["--train_file", folder / f"{train}.csv"]
         files += ["--validation_file", folder / f"{validation}.csv"]
         files += ["--output_dir", folder / f"run{len([*folder.iterdir()])}"]
-        env, script = {"LIMITED_RANK": limited_rank}, "tests/memory_worker.py"
-        return recipe(*common.split(), *files, *words, script=script, seconds=90, env=env)
+        job = ["little memory", rank, *common.split(), *files, *words]
+        return recipe(*job, script="tests/failing_worker.py", seconds=90)
 
     return run
 
@@ -107,7 +107,7 @@ def test_too_large_a_batch(when: str, run_out: Callable[..., Finished]) -> None:
 def test_one_rank_reports_for_all(limited: str, run_out: Callable[..., Finished]) -> None:
     """Also if the others have enough memory, and wait for the one that has not."""
     words = [*LARGE, "--config_file", "accelerate_configs/ddp.yaml"]
-    finished = run_out("many", "few", *words, limited_rank=limited)
+    finished = run_out("many", "few", *words, rank=limited)
     assert finished.code not in (-6, -9, -11)
     finished.says_in_one_line(f"--per_device_batch_size {SAMPLES // 2}")
     reporters = ("[rank 1 on",) if limited == "1" else ("[rank 0 on", "[rank 1 on")

@@ -39,9 +39,7 @@ def test_an_older_library_is_refused(tmp_path: Path, monkeypatch: Patch) -> None
     start([sys.executable, "-c", code], env=path).says_in_one_line("peft 0.10.1", "pip install")
 
 
-def test_code_digest_changes_with_the_recipe_and_any_module(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_code_digest_of_the_recipe_and_any_module(tmp_path: Path, monkeypatch: Patch) -> None:
     package, recipe = tmp_path / "toolkit", tmp_path / "recipe.py"
     (package / "launch").mkdir(parents=True)
     monkeypatch.setattr(versions, "_ROOT", package)
