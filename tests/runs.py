@@ -107,26 +107,16 @@ class Process:
         self.pid, self.poll, self.folder = pid, poll, folder
         self._stdin = stdin
 
-    def wait(self, seconds: float) -> int:
-        """Returns its exit code (negative: the signal). After `seconds` kills the session and raises AssertionError."""
+    def finish(self, seconds: float = 60) -> Finished:
+        """Waits for its end. After `seconds` kills the session and raises AssertionError."""
         deadline = time.monotonic() + seconds
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
                 self.kill_session()
-                ended = self.left()
+                ended = self.finish()
                 parts = (f"it did not end in {seconds} s:", ended.out[-3000:], ended.err[-3000:])
                 raise AssertionError("\n".join(parts))
             time.sleep(0.02)
-        return code
-
-    def finish(self, seconds: float = 60) -> Finished:
-        self.wait(seconds)
-        return self.left()
-
-    def left(self) -> Finished:
-        """The result of an ended process."""
-        code = self.poll()
-        assert code is not None
         files = (self.folder / name for name in ("out", "err"))
         return Finished(code, *(file.read_text("utf-8", "replace") for file in files))
 
@@ -289,12 +279,6 @@ def groups(module: str, words: Mapping[int, Sequence[str | Path]], seconds: floa
             process.finish(seconds).succeeded()
 
 
-def run_of(settings: Sequence[Any], folder: Path) -> Path:
-    """Runs one process with these settings; returns the run's folder."""
-    train(*settings, "--output_dir", folder)
-    return folder
-
-
 def lines_of(path: Path) -> list[dict[str, Any]]:
     with path.open(encoding="utf-8") as file:  # texts may contain other line separators (U+0085)
         return [json.loads(line) for line in file]
@@ -373,5 +357,5 @@ def wait_for_steps(
     while not metrics.exists() or len(metrics.read_bytes().splitlines()) < steps:
         assert time.monotonic() < deadline, f"no {steps} steps in {seconds} s"
         for process in processes:
-            assert process.poll() is None, process.left().err[-3000:]
+            assert process.poll() is None, process.finish().err[-3000:]
         time.sleep(0.01)

@@ -1,18 +1,15 @@
 """The average of the weights, and the state of optimizers: resumed runs, other strategies, what is saved. Equal losses
 under every launch: tests/test_sameness.py."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.matrix import JOBS, runs
-from tests.runs import lines_of, losses_of, slow_but
+from tests.runs import assert_same_run, slow_but
+from tests.test_elastic import SAVED_AT, run
 
-STEPS, HALF = 3, 2
-# (way, job, way that resumes it); under DDP an optimizer that ZeRO does not support
+# (way that saves, job, way that resumes); under DDP an optimizer that ZeRO does not support
 CASES = [("single", name, "single") for name in ("weights", "momentum", "adafactor")]
 CASES += [("ddp x2", "adafactor", "ddp x2"), ("zero2 x2", "weights", "single")]
 CASES += [("zero2 x2", name, "zero2 x2") for name in ("weights", "momentum")]
@@ -21,28 +18,17 @@ CASES += [(way, name, way) for way in ("zero3 x2", "fsdp2 x2") for name in ("wei
 CASES += [("zero3 x2", "weights", "single")]
 
 
-def run(way: str, name: str, kind: str, *more: Any) -> Path:
-    job = JOBS[name]
-    return runs(way).run(f"{name} {kind}", job.recipe, [*job.words, *more])
-
-
 @pytest.mark.parametrize("case", slow_but(CASES, *CASES[:QUICK]), ids=", ".join)
 def test_a_resumed_run_continues_the_uninterrupted_one(case: tuple[str, str, str]) -> None:
-    way, name, other = case
-    half = run(way, name, "half", "--max_steps", HALF, "--checkpoint_every", HALF)
-    saved = half / "checkpoints" / f"step-{HALF:08d}"
-    resumed, whole = run(other, name, f"from {way}", "--resume", saved), runs(other)[name]
-    rel = 1e-6 if way == other else 1e-5
-    assert losses_of(resumed) == pytest.approx(losses_of(whole)[HALF:], rel=rel)
-    evaluations = (lines_of(folder / "eval.jsonl") for folder in (resumed, whole))
-    mine, theirs = ({line["step"]: line["loss"] for line in lines} for lines in evaluations)
-    assert mine[STEPS] == pytest.approx(theirs[STEPS], rel=rel)
+    source, name, way = case
+    assert_same_run(run(way, name, source), run("single", name), after=SAVED_AT)
 
 
 def test_the_average_is_evaluated_and_saved() -> None:
     """Compared with the average of the weights in the checkpoints of steps 1 to 3."""
     every = ["--max_steps", 3, "--eval_every", 3, "--checkpoint_every", 1, "--keep_checkpoints", 9]
-    folder = run("single", "weights", "each step", *every)
+    words = [*JOBS["weights"].words, *every]
+    folder = runs("single").run("weights of each step", "recipes.cls", words)
     files = [folder / f"checkpoints/step-{step:08d}/weights.safetensors" for step in (1, 2, 3)]
     average, second, third = map(load_file, files)
     saved = load_file(folder / "model" / "model.safetensors")

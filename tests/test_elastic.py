@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import inputs
-from tests.matrix import TINY, runs
+from tests.matrix import JOBS, REVIEWS, runs
 from tests.runs import assert_same_run, losses_of, slow_but
 from toolkit.checkpoint import folder as folders
 
@@ -21,14 +20,23 @@ QUICK = [
     if "single" in (source, way) or abs(ORDER.index(source) - ORDER.index(way)) < 2
 ]
 STEPS, SAVED_AT = 6, 3
+SIX_STEPS = ["--max_steps", STEPS, "--eval_every", STEPS, "--checkpoint_every", SAVED_AT]
 # an epoch has 16 steps
-FULL = [*TINY, "--train_file", inputs.reviews, "--max_steps", STEPS, "--eval_every", STEPS, "--global_batch_size", 12,
-        "--per_device_batch_size", 3, "--learning_rate", "1e-3", "--warmup_steps", 2, "--checkpoint_every",
-        SAVED_AT]  # fmt: skip
+FULL = [
+    *REVIEWS,
+    *SIX_STEPS,
+    "--per_device_batch_size",
+    3,
+    "--learning_rate",
+    "1e-3",
+    "--warmup_steps",
+    2,
+]
 KINDS = {
     "full": FULL,
     "lora": [*FULL, "--lora_r", 4, "--learning_rate", "1e-2"],
     "bf16": [*FULL, "--mixed_precision", "bf16"],
+    **{name: [*JOBS[name].words, *SIX_STEPS] for name in ("weights", "momentum", "adafactor")},
 }
 
 

@@ -23,16 +23,9 @@ from toolkit.launch import failure
     ],
 )
 def test_steps_reach_the_tracker(how: str, rank: str, way: str, code: int, tmp_path: Path) -> None:
-    words = [
-        *REVIEWS,
-        "--max_steps",
-        8,
-        "--report_to",
-        "tensorboard",
-        "--output_dir",
-        tmp_path / "run",
-    ]
-    done = recipe(how, rank, *words, *WAYS[way], script="tests/failing_worker.py")
+    words = [*REVIEWS, "--max_steps", 8, "--report_to", "tensorboard", *WAYS[way]]
+    folder = ["--output_dir", tmp_path / "run"]
+    done = recipe(how, rank, *words, *folder, script="tests/failing_worker.py")
     assert done.code == code, done.err
     if how in ("is killed", "exits"):
         done.says_in_one_line("rank 1")

@@ -96,7 +96,7 @@ def test_at_random(case: tuple[str, str, str, str], tmp_path: Path) -> None:
         wait_for_steps(folder, after)
         time.sleep(chance.random() * 0.2)  # into the next step
         kill(target, process.pid, chance)
-        process.wait(60)
+        process.finish()
     train(*words, *WAYS[other])
     if way == other:
         expected = runs(way).run("not killed", "recipes.cls", settings)

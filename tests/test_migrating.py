@@ -40,11 +40,3 @@ def test_the_usual_script_counts_a_sample_twice(folder: Path, tiny_model: Path) 
           "--model_name_or_path", folder / "carried", "--output_dir", folder / "run",
           "--config_file", "accelerate_configs/ddp.yaml", "--report_to", "none")  # fmt: skip
     assert lines_of(folder / "run" / "eval.jsonl")[-1]["num_samples"] == VALIDATION
-
-
-def test_trainer_multiplies_the_gradient_by_the_accumulation_steps(folder: Path) -> None:
-    """If this fails, transformers has fixed it: update the page."""
-    output = run(folder, "old_trainer.py").out
-    losses = [float(loss) for loss in re.findall(r"accumulation steps: loss ([\d.]+)", output)]
-    assert losses == pytest.approx([losses[0], 2 * losses[0], 4 * losses[0]], rel=1e-2)
-    assert losses[0] == pytest.approx(0.69, abs=0.02)

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from tests import inputs, runs
 from tests.checkpoint.test_folder import flip
 from tests.matrix import REVIEWS
-from tests.runs import digests, failed, fork, lines_of, losses_of, run_of, train
+from tests.runs import digests, failed, fork, lines_of, losses_of, train
 from toolkit.checkpoint import folder as folders
 
 STEPS = 20  # 16 are an epoch
@@ -27,7 +27,8 @@ SETTINGS = [*REVIEWS, "--max_steps", STEPS, "--dropout", 0.1, "--per_device_batc
 @functools.cache
 def whole() -> Path:
     """An uninterrupted run. Tests must not write into it."""
-    return inputs.shared("uninterrupted", lambda folder: run_of(SETTINGS, folder / "run")) / "run"
+    words = [*SETTINGS, "--output_dir"]
+    return inputs.shared("uninterrupted", lambda folder: train(*words, folder / "run")) / "run"
 
 
 def checkpoint(run: Path, step: int) -> Path:

@@ -54,12 +54,12 @@ def interrupt(
         (os.killpg if group else os.kill)(process.pid, number)
         if stands:
             process.send_signal(signal.SIGCONT)
-        code = process.wait(60)
+        done = process.finish()
         _, alive = psutil.wait_procs(below, 30)
         for one in alive:
             one.kill()
         assert alive == []
-        return code, process.left().err
+        return done.code, done.err
 
 
 def stop_line(error: str) -> str:

@@ -88,17 +88,6 @@ def test_both_languages_show_the_same_edits() -> None:
     assert {edit for edit, _ in JOBS.values()} == set(english)
 
 
-def test_the_evaluation_uses_the_focal_loss() -> None:
-    run = single("focal")
-    assert json.loads((run / "config.json").read_text())["settings"]["gamma"] == 1.5
-    losses = []
-    for line in lines_of(run / "predictions.jsonl"):
-        is_rare = line["label"] == "pos"
-        probability = line["probabilities"][int(is_rare)]
-        losses.append((1 + is_rare) * (1 - probability) ** 1.5 * -np.log(probability))
-    assert lines_of(run / "eval.jsonl")[-1]["loss"] == pytest.approx(np.mean(losses), rel=1e-3)
-
-
 def test_a_custom_metric_chooses_the_best_model(tmp_path: Path) -> None:
     path, *words = words_of("metric")
     recipe(*words, "--output_dir", tmp_path / "run", script=path, pages=True).succeeded()

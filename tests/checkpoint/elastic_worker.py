@@ -19,31 +19,23 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.checkpoint.states import (
-    OPTIMIZERS,
-    Odd,
-    Way,
-    assert_same,
-    save_state,
-    start_group,
-    whole_state,
-)
+from tests.checkpoint import states
 from toolkit.checkpoint import folder as folders
 
 SAVED_AFTER, TRAINED_ON = 2, 5
 HANG_SECONDS = 300  # of one restore
 
 
-def build(model: str, name: str) -> Way:
+def build(model: str, name: str) -> states.Way:
     torch.manual_seed(11)
-    module = Odd()
+    module = states.Odd()
     if model in ("frozen", "rows"):
         module.first.bias.requires_grad_(False)
         module.second.weight.requires_grad_(False)
-    return Way(module, name.split()[0], model if model in OPTIMIZERS else "adamw")
+    return states.Way(module, name.split()[0], model if model in states.OPTIMIZERS else "adamw")
 
 
-def take_step(way: Way, step: int) -> float:
+def take_step(way: states.Way, step: int) -> float:
     """On the same six samples whatever the world size; returns their mean loss."""
     tokens = torch.randint(13, (6, 5), generator=torch.Generator().manual_seed(100 + step))
     way.engine.train()
@@ -54,15 +46,15 @@ def take_step(way: Way, step: int) -> float:
     return total.item() / dist.get_world_size()
 
 
-def next_losses(way: Way) -> list[float]:
+def next_losses(way: states.Way) -> list[float]:
     return [take_step(way, step) for step in range(SAVED_AFTER, TRAINED_ON)]
 
 
-def assert_in_memory(way: Way, checkpoint: Path) -> None:
+def assert_in_memory(way: states.Way, checkpoint: Path) -> None:
     """The file has the weights and buffers that the model computes with."""
-    weights = whole_state(way.module)
+    weights = states.whole_state(way.module)
     weights["small"] = weights["small"].float()
-    assert_same(load_file(checkpoint / folders.WEIGHTS_FILE), weights)
+    states.assert_same(load_file(checkpoint / folders.WEIGHTS_FILE), weights)
 
 
 def save(model: str, name: str, root: Path) -> None:
@@ -70,7 +62,7 @@ def save(model: str, name: str, root: Path) -> None:
     way = build(model, name)
     for step in range(SAVED_AFTER):
         take_step(way, step)
-    save_state(way.live(), root / "checkpoint", SAVED_AFTER)
+    states.save_state(way.live(), root / "checkpoint", SAVED_AFTER)
     dist.barrier()
     assert_in_memory(way, root / "checkpoint")
     losses = next_losses(way)
@@ -87,11 +79,11 @@ def compare_after_restore(model: str, root: Path, target: str) -> None:
     take_step(way, 50)  # the restore must overwrite this state
     folders.load(checkpoint, way.live(), folders.read_state(checkpoint))
     assert_in_memory(way, checkpoint)
-    save_state(way.live(), again, SAVED_AFTER)
+    states.save_state(way.live(), again, SAVED_AFTER)
     dist.barrier()
     for file in (folders.WEIGHTS_FILE, folders.OPTIMIZER_FILE):
         saved, restored = load_file(checkpoint / file), load_file(again / file)
-        assert_same(restored, saved)
+        states.assert_same(restored, saved)
     closeness = 1e-6 if root.name == place(model, target) else 1e-5
     expected = json.loads((root / "losses.json").read_text())
     assert next_losses(way) == pytest.approx(expected, rel=closeness), f"{root.name} -> {target}"
@@ -120,5 +112,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    start_group()
+    states.start_group()
     main()

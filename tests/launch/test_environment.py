@@ -90,8 +90,6 @@ def test_a_port_for_each_job(task: dict[str, str], other: dict[str, str]) -> Non
     ("env", "name"),
     [
         (TORCHRUN | {"RANK": "x"}, "RANK"),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "1.5"}, "LOCAL_WORLD_SIZE"),
-        (SRUN | {"SLURM_LOCALID": ""}, "SLURM_LOCALID"),
         ({"RANK": "1"}, "WORLD_SIZE"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "LOCAL_RANK"),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_RANK"),

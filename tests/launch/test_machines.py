@@ -13,7 +13,7 @@ import pytest
 from tests.faults import refusal
 from tests.runs import free_port
 from toolkit.launch import network
-from toolkit.launch.machines import DEFAULT_PORT, PLACEHOLDER, Machines, find_machines
+from toolkit.launch.machines import PLACEHOLDER, Machines, find_machines
 from toolkit.launch.network import address_to_serve, connect_store, is_this_machine
 
 FIRST, SECOND, ELSEWHERE = "10.0.0.1", "10.0.0.2", "10.9.9.9"
@@ -88,15 +88,6 @@ def test_source_of_the_rank(
 )
 def test_unclear_machines(find: Find, options: Any, env: Any, config: Any, says: list[str]) -> None:
     refusal(find, {"main_process_ip": FIRST, **options}, env, [SECOND], says=says, **config)
-
-
-def test_options_override_the_file(find: Find) -> None:
-    address = {"main_process_ip": FIRST}
-    assert find(main_process_ip=SECOND).first == SECOND
-    assert find(address, main_process_ip=SECOND).first == FIRST
-    assert find({**address, "main_process_port": "1234"}, main_process_port=4321).port == 1234
-    assert find(address, main_process_port=4321).port == 4321
-    assert find(address).port == DEFAULT_PORT
 
 
 def test_is_this_machine(monkeypatch: Any) -> None:

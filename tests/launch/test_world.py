@@ -31,11 +31,9 @@ DDP, SINGLE = str(CONFIGS / "ddp.yaml"), str(CONFIGS / "single.yaml")
     ("default", "line", "requested"),  # `default`: the user's own config file
     [
         (DDP, "python /bin/accelerate launch --num-processes=3 --multi_gpu -m toolkit", 3),
-        ("", f"python /bin/accelerate launch --config_file {DDP} cls.py", 2),
         (DDP, f"python -m accelerate.commands.launch --config_file={SINGLE} cls.py", 1),
         (DDP, f"/bin/accelerate-launch --config_file {SINGLE} --num_processes 5 cls.py", 5),
         # after the script: the script's own
-        ("", "python /bin/accelerate launch cls.py --num_processes 2", 1),
         (DDP, f"python /bin/accelerate launch cls.py --config_file {SINGLE}", 2),
         (DDP, "python launch --num_processes 2 cls.py", 1),
     ],

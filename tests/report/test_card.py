@@ -23,14 +23,8 @@ from toolkit.report.model_class import architecture
 
 NAMES = ("负面", "正面|x", "<b>_odd_</b>")
 SCORES = {"precision": 0.5, "recall": 0.25, "f1": 1 / 3, "support": 12}
-PER_CLASS = dict.fromkeys(NAMES, SCORES)
-SINGLE = {
-    "num_samples": 453,
-    "loss": 0.6,
-    "accuracy": 0.75,
-    "f1_macro": 0.7,
-    "per_class": PER_CLASS,
-}
+SINGLE: dict[str, Any] = {"num_samples": 453, "loss": 0.6, "accuracy": 0.75, "f1_macro": 0.7}
+SINGLE["per_class"] = dict.fromkeys(NAMES, SCORES)
 LABELS = Labels("single_label_classification", NAMES, ("label",))
 DEMO = {"model_name_or_path": "demo:minilm", "dataset_name": "demo:rotten-tomatoes"}
 NEWS = {"model_name_or_path": "demo:minilm", "dataset_name": "demo:bbc"}

@@ -16,12 +16,7 @@ from torch.optim import lr_scheduler
 
 from tests.faults import refusal
 from toolkit.config import SchedulerName, TrainingSettings
-from toolkit.training.extra_state import (
-    load_registered,
-    random_states,
-    registered_content,
-    set_random_states,
-)
+from toolkit.training import extra_state
 from toolkit.training.optimizer import make_scheduler, set_schedule
 from toolkit.training.precision import scaler_state, set_scaler
 
@@ -101,18 +96,18 @@ def test_registered_objects_that_do_not_fit() -> None:
         objects = [SimpleNamespace(state_dict=lambda value=value: value) for value in values]
         return SimpleNamespace(_custom_objects=objects)
 
-    content = registered_content(accelerator({"a": 3}, {"b": torch.ones(2)}))
+    content = extra_state.registered_content(accelerator({"a": 3}, {"b": torch.ones(2)}))
     says = ["has 2 states", "register_for_checkpointing", "1 objects"]
-    refusal(load_registered, accelerator({}), content, says=says)
+    refusal(extra_state.load_registered, accelerator({}), content, says=says)
     message = r"register_for_checkpointing\(SimpleNamespace\)"
-    refusal(registered_content, accelerator(SimpleNamespace()), match=message)
+    refusal(extra_state.registered_content, accelerator(SimpleNamespace()), match=message)
 
 
 def test_random_states_there_and_back() -> None:
     """Of Python and NumPy also the second of a pair that each stores."""
     draws = (partial(random.gauss, 0, 1), np.random.randn, random.random, partial(torch.rand, 1))
     numbers = [draw() for draw in draws]
-    states = json.loads(json.dumps(random_states(torch.device("cpu"))))
+    states = json.loads(json.dumps(extra_state.random_states(torch.device("cpu"))))
     numbers = [draw() for draw in draws]
-    set_random_states(states)
+    extra_state.set_random_states(states)
     assert [draw() for draw in draws] == numbers

@@ -36,7 +36,6 @@ MESSAGES: list[Exception] = [
     RuntimeError("unable to mmap 4224 bytes from file <f>: Cannot allocate memory (12)"),
     RuntimeError("could not create a primitive"),  # oneDNN's matrix products and activations
     OSError(12, "Cannot allocate memory"),
-    ImportError("_odepack.so: failed to map segment from shared object"),
 ]
 OTHERS: list[Exception] = [
     RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)"),
