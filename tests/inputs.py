@@ -67,9 +67,8 @@ def tiny_model(folder: Path) -> None:
     import torch
     from transformers import BertConfig, BertModel, BertTokenizerFast
 
-    vocabulary = "[PAD] [UNK] [CLS] [SEP] [MASK]".split()
-    vocabulary += [*_CHINESE, *_PIECES, *".,!。，", *(f"##{piece}" for piece in _PIECES)]
-    vocabulary += _WORDS.split()
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *_CHINESE, *_PIECES, *".,!。，"]
+    vocabulary += [*(f"##{piece}" for piece in _PIECES), *_WORDS.split()]
     vocabulary += [f"[unused{number}]" for number in range(127 - len(vocabulary))]
     (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n", encoding="utf-8")
     tokenizer = BertTokenizerFast(vocab=str(folder / "vocab.txt"), model_max_length=131)

@@ -160,10 +160,6 @@ def no_titles(writer: Writer, encoded: dict[str, Any]) -> torch.Tensor:
     return mask.new_zeros(len(mask), writer.max_new_tokens)
 
 
-def on_device(load: Any) -> Any:
-    return lambda *arguments: load(*arguments).to(DEVICE)
-
-
 def trace(module: str, words: list[str]) -> dict[str, Any]:
     crossings, sys.argv = Crossings(), [f"{module}.py", *words]
 
@@ -208,9 +204,11 @@ def main() -> None:
     allow_flex_attention()
     # beam search synchronizes after each token
     Writer.write = no_titles
-    vars(toolkit)["load_classifier"] = on_device(toolkit.load_classifier)
-    for package, load in ((titles, "load_title_model"), (pretraining, "load_masked_model")):
-        vars(package)[load] = on_device(getattr(package, load))
+    for package, name in (
+        (toolkit, "load_classifier"), (titles, "load_title_model"), (pretraining, "load_masked_model"),
+    ):  # fmt: skip
+        load = getattr(package, name)
+        vars(package)[name] = lambda *words, load=load: load(*words).to(DEVICE)
     jobs, path = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), Path(sys.argv[2])
     notes = {name: trace(module, words) for name, (module, *words) in jobs.items()}
     path.write_text(json.dumps(notes), encoding="utf-8")

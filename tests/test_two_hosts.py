@@ -85,28 +85,25 @@ def test_the_literal_command_with_an_address(name: str, hosts: TwoHosts, tmp_pat
         assert f"this is machine {rank} ({NAMES[host]}) of 2: " in done[host].err
 
 
+# name -> what is typed on a host before the script; for srun the variables that `srun --nodes 2 --ntasks 2` sets, by its
+# documentation. torchrun finds out which host serves the rendezvous by resolving its own name.
+TORCHRUN = "torchrun --nnodes 2 --nproc_per_node 1"
+LAUNCHERS = {
+    "deepspeed": "deepspeed --hostfile {hostfile} --no_ssh --node_rank {rank} --master_addr {first}",
+    "accelerate": "accelerate launch --config_file {file} --machine_rank {rank} --num_processes 2",
+    "torchrun": f"{TORCHRUN} --node_rank {{rank}} --master_addr {{first}} --master_port 29701",
+    "torchrun c10d": f"{TORCHRUN} --rdzv_backend c10d --rdzv_endpoint hostA:29700 --rdzv_id {{id}}",
+    "srun": """env SLURM_PROCID={rank} SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=0 SLURM_NODEID={rank} MASTER_ADDR=hostA
+        SLURM_STEP_TASKS_PER_NODE=1(x2) SLURM_JOB_ID=77 SLURM_STEP_ID=0 {python}""",
+}
+
+
 def other_launcher(name: str, host: str, folder: Path) -> list[str]:
-    """What is typed on a host before the script."""
-    rank, hostfile = str(HOSTS.index(host)), folder / "hostfile"
-    if name == "deepspeed":
-        hostfile.write_text("hostA slots=1\nhostB slots=1\n", encoding="utf-8")
-        words = ["deepspeed", "--hostfile", str(hostfile), "--no_ssh", "--node_rank", rank]
-        return [*words, "--master_addr", ADDRESSES["a"]]
-    if name == "accelerate":
-        words = ["accelerate", "launch", "--config_file", str(with_address("2node", folder))]
-        return [*words, "--machine_rank", rank, "--num_processes", "2"]
-    torchrun = ["torchrun", "--nnodes", "2", "--nproc_per_node", "1"]
-    if name == "torchrun":
-        address = ["--master_addr", ADDRESSES["a"], "--master_port", "29701"]
-        return [*torchrun, *address, "--node_rank", rank]
-    if name == "torchrun c10d":
-        # by name: torchrun finds out which host serves the rendezvous by resolving its own name
-        endpoint = ["--rdzv_endpoint", "hostA:29700", "--rdzv_id", folder.name]
-        return [*torchrun, "--rdzv_backend", "c10d", *endpoint]
-    # the variables that `srun --nodes 2 --ntasks 2` sets for each task, by its documentation
-    variables = f"""SLURM_PROCID={rank} SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=0 SLURM_NODEID={rank}
-        SLURM_STEP_TASKS_PER_NODE=1(x2) MASTER_ADDR=hostA SLURM_JOB_ID=77 SLURM_STEP_ID=0"""
-    return ["env", *variables.split(), sys.executable]
+    hostfile = folder / "hostfile"
+    hostfile.write_text("hostA slots=1\nhostB slots=1\n", encoding="utf-8")
+    places = {"hostfile": hostfile, "file": with_address("2node", folder), "id": folder.name}
+    places |= {"rank": HOSTS.index(host), "first": ADDRESSES["a"], "python": sys.executable}
+    return LAUNCHERS[name].format(**places).split()
 
 
 @pytest.mark.slow

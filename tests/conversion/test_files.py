@@ -12,12 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from transformers import (
-    AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
-    BertConfig,
-    BertForMaskedLM,
-)
+from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
+from transformers import AutoModelForSequenceClassification as Classifier
 
 import toolkit
 from tests.checkpoint.states import State
@@ -33,7 +29,7 @@ from toolkit.checkpoint.safetensors_writer import Shapes, file_order
 def trained(tiny_model: Path) -> Any:
     """(a classifier after a step, its optimizer)."""
     torch.manual_seed(5)
-    model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=3)
+    model = Classifier.from_pretrained(tiny_model, num_labels=3)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
     optimizer.step()
@@ -180,7 +176,7 @@ def test_a_model_in_any_dtype(most: str, trained: Any, tmp_path: Path) -> None:
     toolkit.convert(source, tmp_path / "bf16", dtype="bf16")
     for name, tensor in read_folder(tmp_path / "bf16").items():
         assert torch.equal(tensor, model.state_dict()[name].bfloat16())
-    loaded: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path / "bf16")
+    loaded: Any = Classifier.from_pretrained(tmp_path / "bf16")
     assert loaded.dtype == torch.bfloat16
     for shard in list(source.glob("*-00002-of-*")):
         shard.unlink()

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForPreTraining as Pretrained
+from transformers import AutoModelForSequenceClassification as Classifier
+from transformers import AutoTokenizer
 
 import toolkit
 from tests.conversion.test_files import old_names, write_run
@@ -26,10 +29,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def make_peft(model: Path, **options: Any) -> Any:
-    from transformers import AutoModelForSequenceClassification
-
     torch.manual_seed(3)
-    base = AutoModelForSequenceClassification.from_pretrained(model, num_labels=3)
+    base = Classifier.from_pretrained(model, num_labels=3)
     return adapted(base, **options)
 
 
@@ -94,20 +95,14 @@ def test_what_cannot_be_merged_is_refused(tiny_model: Path, base: Path, tmp_path
 @pytest.mark.parametrize("names", ["today's", "of BERT's first checkpoints"])
 def test_an_adapter_of_a_language_model(names: str, tiny_model: Path, tmp_path: Path) -> None:
     """It decides the class, the outputs and the tokens, and what its config promises must be there."""
-    from transformers import (
-        AutoModelForPreTraining,
-        AutoModelForSequenceClassification,
-        AutoTokenizer,
-    )
-
     base, adapter, out = (tmp_path / name for name in ("base", "adapter", "out"))
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    for saved in (tokenizer, AutoModelForPreTraining.from_pretrained(tiny_model)):
+    for saved in (tokenizer, Pretrained.from_pretrained(tiny_model)):
         saved.save_pretrained(base)
     if names != "today's":
         save_file(old_names(read_folder(base)), base / "model.safetensors", {"format": "pt"})
     tokenizer.add_tokens(["covid"])
-    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=3)
+    model = Classifier.from_pretrained(base, num_labels=3)
     model.resize_token_embeddings(len(tokenizer))
     live = adapted(model, modules_to_save=["classifier", "word_embeddings", "LayerNorm"]).eval()
     for saved in (tokenizer, live):
@@ -116,7 +111,7 @@ def test_an_adapter_of_a_language_model(names: str, tiny_model: Path, tmp_path: 
     assert any("id2label" in line for line in lines)
     inputs = AutoTokenizer.from_pretrained(out)(["a covid film"], return_tensors="pt")
     assert "covid" in inputs.tokens(0)
-    merged = AutoModelForSequenceClassification.from_pretrained(out).eval()
+    merged = Classifier.from_pretrained(out).eval()
     assert (merged.config.num_labels, merged.config.vocab_size) == (3, len(tokenizer))
     torch.testing.assert_close(merged(**inputs).logits, live(**inputs).logits)
     parts = load_file(adapter / "adapter_model.safetensors")
