@@ -7,7 +7,7 @@
 
 A way is a file of accelerate_configs/ and a number of processes: "zero3_offload x2", "fsdp2 x3"; or "single". Its
 processes are started once, with the environment variables of torchrun, and run one job after another
-(tests/process_group.py). All workers of xdist share them and the results. A job that hangs, or fails on some ranks
+(tests/matrix_rank.py). All workers of xdist share them and the results. A job that hangs, or fails on some ranks
 only, has failed, and the next one gets new processes.
 
 A word may be a function, called when the job is run: for a file that must be made, or for the run of another job.
@@ -18,6 +18,7 @@ A word may be a function, called when the job is run: for a file that must be ma
 
 import contextlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,8 +30,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from tests import inputs
-from tests.process_group import ProcessGroup
-from tests.runs import ROOT, words_of
+from tests.runs import ROOT, Process, fork, forked, free_port, words_of
 
 WAYS = ("single", "ddp x2", "zero1 x2", "zero2 x2", "zero3 x2", "fsdp2 x2", "ddp x3")
 GROUPS = 2
@@ -161,6 +161,88 @@ for name in ("pairs", "lora recomputed", "two terms", "sampling"):
     JOBS[f"padding-free {name}"] = Job("recipes.cls", words, reference=name)
 
 
+_GRACE_SECONDS = 10.0  # for the other ranks, when one has failed
+
+
+class ProcessGroup:
+    """Processes that run one job after another. They are forks of tests/fork_server.py, known by files in the group's
+    folder, so that every xdist worker can use them, one at a time."""
+
+    def __init__(self, folder: Path, config_file: str | None, processes: int, pages: str) -> None:
+        """`config_file`: of accelerate, None for a process without a launcher. `pages`: names of jobs, by commas, whose
+        run folders get a report and a model card, the slowest parts of a short run."""
+        self._config_file, self._processes, self._pages = config_file, processes, pages
+        folder.mkdir(parents=True, exist_ok=True)
+        self._started = folder / "processes.json"
+        self.lock = FileLock(folder / ".lock")
+        """Held by the worker that uses the group."""
+
+    def run(
+        self, recipe: str, words: list[str], reports: Path, seconds: float
+    ) -> dict[int, dict[str, Any]]:
+        """Runs the `main` of a module with these arguments on all ranks. Returns what each rank has reported to the
+        folder `reports`: `error` (the exception's text or empty), `kind` (its class) and `traceback`. A rank is missing
+        that was killed, or did not end within `seconds`."""
+        ranks = self._living() or self._start()
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        job = {"recipe": recipe, "words": words, "reports": str(reports), "seconds": seconds}
+        for process in ranks:
+            process.write_line(json.dumps(job | {"cores": cores}))
+        found = self._wait(ranks, reports, seconds)
+        if len(found) < len(ranks):
+            self.stop(ranks)
+        return found
+
+    def _wait(
+        self, ranks: list[Process], reports: Path, seconds: float
+    ) -> dict[int, dict[str, Any]]:
+        deadline = time.monotonic() + seconds
+        while True:
+            # before the reports: one may report and end
+            ended = [process.poll() is not None for process in ranks]
+            found = {}
+            for rank in range(len(ranks)):
+                if (file := reports / f"rank{rank}.json").exists():
+                    found[rank] = json.loads(file.read_text())
+            if len(found) == len(ranks):
+                return found
+            if any(report["error"] for report in found.values()) or any(ended):
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+            if time.monotonic() > deadline or all(ended):
+                return found
+            time.sleep(0.01)
+
+    def _living(self) -> list[Process] | None:
+        if not self._started.exists():
+            return None
+        ranks = [forked(Path(folder), pid) for folder, pid in json.loads(self._started.read_text())]
+        if all(process.poll() is None for process in ranks):
+            return ranks
+        self.stop(ranks)
+        return None
+
+    def _start(self) -> list[Process]:
+        count = self._processes
+        script = ["tests/matrix_rank.py"]
+        env = {"TESTS_WITHOUT_PAGES": self._pages, "OMP_NUM_THREADS": "1"}
+        if self._config_file is not None:
+            script.append(self._config_file)
+            env |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+        ranks = []
+        for rank in map(str, range(count)):
+            place = {"RANK": rank, "LOCAL_RANK": rank} if self._config_file else {}
+            ranks.append(fork(script, env | place, stdin=True))
+        started = [(str(process.folder), process.pid) for process in ranks]
+        self._started.write_text(json.dumps(started))
+        return ranks
+
+    def stop(self, ranks: list[Process]) -> None:
+        for process in ranks:
+            process.kill_session()
+        self._started.unlink(missing_ok=True)
+
+
 class JobError(Exception):
     """A job has failed under a way. `kind`: the exception's class; `message`: its text."""
 
@@ -187,10 +269,10 @@ class Way:
         """The folder of the run of this job. Raises JobError."""
         return self.run(name, JOBS[name].recipe, JOBS[name].words)
 
-    def run(self, name: str, recipe: str, words: Words, seconds: float = 240) -> Path:
+    def run(self, name: str, recipe: Any, words: Words, seconds: float = 240) -> Path:
         """The folder of this job's run; a name belongs to one job. Raises JobError."""
         folder, reports = self._folder / name, self._reports(name)
-        resolved = [recipe, *words_of(words)]
+        resolved = words_of([recipe, *words])
         if not (reports / "result.json").exists():
             (self._folder / "locks").mkdir(exist_ok=True)
             with FileLock(self._folder / "locks" / name):

@@ -1,4 +1,4 @@
-"""A rank of a group of tests/process_group.py: runs the jobs that it reads from its standard input.
+"""A rank of a group of tests/matrix.py: runs the jobs that it reads from its standard input.
 
 python tests/matrix_rank.py [CONFIG_FILE]     of accelerate: what `accelerate launch` would set is set
 """
@@ -6,6 +6,7 @@ python tests/matrix_rank.py [CONFIG_FILE]     of accelerate: what `accelerate la
 import faulthandler
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -34,12 +35,23 @@ def strategy_variables(config_file: str) -> dict[str, str]:
     return {name: variables[name] for name in of_strategy}
 
 
+def load(recipe: str) -> Any:
+    """A module by its name, or by its path, which a test has written."""
+    if not recipe.endswith(".py"):
+        return importlib.import_module(recipe)
+    spec: Any = importlib.util.spec_from_file_location(f"edited_{abs(hash(recipe))}", recipe)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
+
+
 def run_job(job: dict[str, Any]) -> dict[str, str]:
     """Runs it; returns its exception, if any."""
-    sys.argv = [f"{job['recipe'].replace('.', '/')}.py", *job["words"]]
+    sys.argv = [f"{job['recipe'].removesuffix('.py').replace('.', '/')}.py", *job["words"]]
     report = {"error": "", "kind": "", "traceback": ""}
     try:
-        importlib.import_module(job["recipe"]).main()
+        load(job["recipe"]).main()
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
             report["error"], report["kind"] = str(error) or repr(error), type(error).__name__

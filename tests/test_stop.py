@@ -1,9 +1,12 @@
-"""Promise: a stop signal takes a checkpoint and ends cleanly, and the same command resumes."""
+"""Promise: a stop signal takes a checkpoint and ends cleanly, and the same command resumes; however a run ends, its
+trackers have every logged step."""
 
+import json
 import os
 import shlex
 import signal
 import sys
+import time
 from html import unescape
 from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGTERM, SIGUSR1
@@ -13,7 +16,9 @@ import psutil
 import pytest
 
 from tests import runs
+from tests.failing_worker import STEPS
 from tests.matrix import REVIEWS
+from toolkit.launch import failure
 
 SCRIPT = "recipes/cls.py"
 SETTINGS = [*REVIEWS, "--dropout", 0.1, "--per_device_batch_size", 6, "--eval_every", 100_000]
@@ -134,3 +139,35 @@ def test_stop_during_an_evaluation(tmp_path: Path) -> None:
     for each in folder, whole:
         runs.train(*words, "--output_dir", each)
     runs.assert_same_run(folder, whole, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("how", "rank", "way", "code"),
+    [
+        ("fails", "0", "single", 1),
+        ("is interrupted twice", "0", "single", 130),
+        ("fails", "1", "ddp x2", 1),
+        ("is killed", "1", "ddp x2", 1),
+        ("exits", "1", "ddp x2", 1),
+    ],
+)
+def test_steps_reach_the_tracker(how: str, rank: str, way: str, code: int, tmp_path: Path) -> None:
+    words = [*REVIEWS, "--max_steps", 8, "--report_to", "tensorboard", *runs.WAYS[way]]
+    folder = ["--output_dir", tmp_path / "run"]
+    done = runs.recipe(how, rank, *words, *folder, script="tests/failing_worker.py")
+    assert done.code == code, done.err
+    if how in ("is killed", "exits"):
+        done.says_in_one_line("rank 1")
+    (late,) = (tmp_path / "run").rglob("late")
+    assert json.loads(late.read_text()) == [*range(1, STEPS + 1)]
+
+
+def test_exit_waits_for_a_hanging_close_until_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure, "_CLOSE_SECONDS", 0.2)
+    calls: list[float] = []
+    failure.close_on_failure(lambda: (calls.append(0.0), time.sleep(60)))
+    started = time.monotonic()
+    failure._close_resources()
+    failure._close_resources()  # only once
+    assert time.monotonic() - started < 10
+    assert len(calls) == 1

@@ -49,8 +49,7 @@ def answer_to(name: str, way: str, diffs: tuple[str, ...]) -> str:
     recipe.write_text(edited(diffs), encoding="utf-8")
 
     def run(kind: str, way: str, *more: Any) -> Path:
-        words = [recipe, *TABLE, *more]
-        return runs(way).run(f"{name} {kind}", "tests.edited_recipe", words, 90)
+        return runs(way).run(f"{name} {kind}", recipe, [*TABLE, *more], 90)
 
     try:
         whole = run("whole", way)

@@ -66,13 +66,13 @@ def script(name: str, text: str) -> Path:
     return inputs.shared(f"recipe {name}", write) / "recipe.py"
 
 
-def words_of(name: str) -> list[Any]:
+def recipe_and_words(name: str) -> tuple[Path, list[Any]]:
     edit, settings = JOBS[name]
-    return [script(edit, edited(edits_of(PAGES[0])[edit])), *WORDS, *settings]
+    return script(edit, edited(edits_of(PAGES[0])[edit])), [*WORDS, *settings]
 
 
 def run_of(way: str, name: str) -> Path:
-    return runs(way).run(f"own {name}", "tests.edited_recipe", words_of(name))
+    return runs(way).run(f"own {name}", *recipe_and_words(name))
 
 
 single = partial(run_of, "single")
@@ -89,7 +89,7 @@ def test_both_languages_show_the_same_edits() -> None:
 
 
 def test_a_custom_metric_chooses_the_best_model(tmp_path: Path) -> None:
-    path, *words = words_of("metric")
+    path, words = recipe_and_words("metric")
     recipe(*words, "--output_dir", tmp_path / "run", script=path, pages=True).succeeded()
     best = max(lines_of(tmp_path / "run" / "eval.jsonl"), key=lambda line: line["mcc"])
     state = json.loads((tmp_path / "run" / "model" / "trainer_state.json").read_text())
@@ -104,7 +104,7 @@ def test_a_custom_model_is_loaded_as_the_page_says() -> None:
     program = program.replace("from my_recipe", "from recipe")
     program = program.replace("runs/mine/model", str(folder))
     program = program.replace("bert-base-chinese", str(inputs.tiny_model()))
-    path = words_of("own_model")[0].parent
+    path = recipe_and_words("own_model")[0].parent
     done = start([sys.executable, "-c", program], env={"PYTHONPATH": f"{path}:{ROOT}"})
     assert done.code == 0, done.err
     assert re.fullmatch(r"tensor\(\[\[0\.\d+, 0\.\d+\]\]\)", done.out.strip())
@@ -137,8 +137,9 @@ def test_a_parameter_of_the_loss_is_trained_and_saved() -> None:
 @pytest.mark.parametrize("way", ["single", *slow_but(WAYS, *WAYS[:2])])
 def test_a_resumed_run_continues_the_uninterrupted_one(way: str, name: str) -> None:
     whole = run_of(way, name)
-    words = [*words_of(name), "--resume", whole / "checkpoints" / f"step-{HALF:08d}"]
-    resumed = runs(way).run(f"own {name} resumed", "tests.edited_recipe", words)
+    path, words = recipe_and_words(name)
+    words += ["--resume", whole / "checkpoints" / f"step-{HALF:08d}"]
+    resumed = runs(way).run(f"own {name} resumed", path, words)
     assert losses_of(resumed) == pytest.approx(losses_of(whole)[HALF:], rel=1e-6)
 
 
@@ -160,9 +161,9 @@ def test_equal_losses_under_every_launch(way: str, name: str) -> None:
 @pytest.mark.parametrize(("every", "evaluations"), [(9, {4}), (3, {3, 4})])
 def test_a_loop_that_ends_early_is_complete(every: int, evaluations: set[int]) -> None:
     leave = "         optimizer.zero_grad()\n+        if step.number == 4:\n+            break\n"
-    words = [script("left early", edited([leave])), *WORDS]
-    words += ["--eval_every", every, "--checkpoint_every", every, "--logging_steps", every]
-    run = runs("single").run(f"left early {every}", "tests.edited_recipe", words)
+    path = script("left early", edited([leave]))
+    words = [*WORDS, "--eval_every", every, "--checkpoint_every", every, "--logging_steps", every]
+    run = runs("single").run(f"left early {every}", path, words)
     assert [line["step"] for line in lines_of(run / "metrics.jsonl")] == [1, 2, 3, 4]
     assert {line["step"] for line in lines_of(run / "eval.jsonl")} == evaluations
     assert (run / "checkpoints" / "last").resolve().name == "step-00000004"
@@ -185,4 +186,4 @@ MEANS = (
 
 @pytest.mark.parametrize("way", ["zero2 x2", "fsdp2 x2"])
 def test_running_means_are_equal_in_all_processes(way: str) -> None:
-    runs(way).run("means", "tests.edited_recipe", [script("means", edited(MEANS)), *WORDS])
+    runs(way).run("means", script("means", edited(MEANS)), WORDS)

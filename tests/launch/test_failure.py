@@ -1,7 +1,8 @@
-"""Promises: a failure is one line and an exit code that says how it ended; only an unexpected error
-is a traceback."""
+"""Promises: a failure is one line and an exit code that says how it ended; only an unexpected error is a traceback. What an
+application around this package does with its lines on stderr."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -74,3 +75,19 @@ def test_end_of_the_terminal(handler: str, requested: int) -> None:
         "    os._exit(40 + signals.requested)",
     )
     assert run(*body).code == 40 + requested
+
+
+LINE = "import toolkit.launch, logging; logging.getLogger('toolkit').info('a line')"
+SETUP = "import logging; logging.basicConfig(level='INFO', "
+CASES = {
+    LINE: "a line\n",
+    f"{LINE}; logging.info('theirs'); {LINE}": "a line\na line\n",  # once each
+    f"{SETUP}format='%(name)s %(message)s'); {LINE}": "toolkit a line\n",  # an application's
+    f"{SETUP}filename='log'); {LINE}": "",
+}
+
+
+@pytest.mark.parametrize("code", CASES)
+def test_lines(code: str, tmp_path: Path) -> None:
+    done = start([sys.executable, "-c", code], cwd=tmp_path).succeeded()
+    assert (done.out, done.err) == ("", CASES[code])

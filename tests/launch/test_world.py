@@ -1,5 +1,5 @@
-"""Promises: the processes are those that were requested; configs that this toolkit does not support
-are errors; each process has its cores and its GPU."""
+"""Promises: the processes are those that were requested; configs that this toolkit does not support are errors; each
+process has its cores and its GPU; all compute in the precision that this hardware computes fast."""
 
 import json
 import os
@@ -10,19 +10,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.commands.config import config_args
 from torch.distributed import HashStore
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from tests.faults import refusal
-from tests.runs import CONFIGS
+from tests.runs import CONFIGS, fork, free_port, start
 from toolkit.errors import UserError
-from toolkit.launch import environment, ranks, strategy, world
+from toolkit.launch import environment, precision, ranks, strategy, world
 from toolkit.launch.environment import MARKER, Place
 from toolkit.launch.strategy import requested_processes
 from toolkit.launch.world import verify_world
 
+pytestmark = pytest.mark.usefixtures("no_launcher")
 ALONE = Place("python", 0, 1, 0, 1)
 DDP, SINGLE = str(CONFIGS / "ddp.yaml"), str(CONFIGS / "single.yaml")
 
@@ -38,7 +40,6 @@ DDP, SINGLE = str(CONFIGS / "ddp.yaml"), str(CONFIGS / "single.yaml")
         (DDP, "python launch --num_processes 2 cls.py", 1),
     ],
 )
-@pytest.mark.usefixtures("no_launcher")
 def test_processes_that_accelerate_launch_requests(
     default: str, line: str, requested: int, monkeypatch: Any
 ) -> None:
@@ -95,7 +96,7 @@ def test_a_valid_fsdp_config(accelerator: Accelerator) -> None:
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "parallelism_config"),
     ],
 )
-def test_unsupported_configs(name: str, value: str, says: str, no_launcher: None) -> None:
+def test_unsupported_configs(name: str, value: str, says: str) -> None:
     os.environ.update({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", name: value})
     refusal(strategy.check_config, match=says)
 
@@ -107,7 +108,7 @@ def test_fsdp_with_what_it_cannot_do(accelerator: Accelerator, monkeypatch: Any)
     refusal(strategy.use_deepspeed, ALONE, "cpu", says=["DeepSpeed", "FSDP"])
 
 
-def test_cores_per_process(no_launcher: None, monkeypatch: Any) -> None:
+def test_cores_per_process(monkeypatch: Any) -> None:
     """Four processes; with SLURM_CPUS_PER_TASK srun has bound each to its own cores."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
     by_torchrun, by_srun = (Place(launcher, 0, 4, 0, 4) for launcher in ("torchrun", "srun"))
@@ -137,10 +138,91 @@ def test_require_equal(monkeypatch: Any) -> None:
     assert [words in fault for fault in faults] == [True] * 3
 
 
-def test_more_processes_than_gpus(no_launcher: None) -> None:
+def test_more_processes_than_gpus() -> None:
     world._choose_gpu(Place("torchrun", 3, 4, 3, 4), 4)
     for place in Place("torchrun", 3, 4, 3, 4), Place("mpirun", 7, 8, 3, 4):  # one, two machines
         total = place.world_size // 2
         refusal(world._choose_gpu, place, 2, match=f"2 GPUs: start {total} in all")
     world._choose_gpu(Place("srun", 1, 2, 1, 2), 1)  # a scheduler shows each process one
     assert os.environ["LOCAL_RANK"] == "0"
+
+
+XEON, AMD = "Intel(R) Xeon(R) Platinum 8481C", "AMD EPYC 9B14"
+
+
+@pytest.mark.parametrize(
+    ("capability", "chosen"), [((8, 0), "bf16"), ((7, 5), "fp16"), ((7, 0), "fp16"), ((6, 1), "no")]
+)
+def test_a_gpu(capability: tuple[int, int], chosen: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert precision.auto_precision("cuda") == chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "able", "chosen"),
+    [
+        (AMD, ["avx512_bf16"], "bf16"),  # 2.1 times as fast as fp32
+        (XEON, ["avx512_bf16", "amx_bf16"], "bf16"),
+        (XEON, ["avx512_bf16"], "no"),  # 1.4 times as slow
+        (AMD, ["avx2"], "no"),
+    ],
+)
+def test_a_cpu(name: str, able: list[str], chosen: str, monkeypatch: Any) -> None:
+    capabilities = {"cpu_name": name, "num_sockets": 1, **dict.fromkeys(able, True)}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert precision.auto_precision("cpu") == chosen
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # what launchers set by default
+    assert precision.auto_precision("cpu") == chosen
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")  # by a config file
+    assert precision.auto_precision("cpu") == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("device", "setting", "matmul"),
+    [("cuda", "bf16", "high"), ("cuda", "no", "highest"), ("cpu", "bf16", "highest")],
+)
+def test_tf32_in_16_bit_runs_on_a_gpu(device: str, setting: str, matmul: str) -> None:
+    accelerator: Any = SimpleNamespace(device=torch.device(device), mixed_precision=setting)
+    try:
+        precision.choose_matmul_precision(accelerator)
+        assert torch.get_float32_matmul_precision() == matmul
+        assert device == "cpu" or torch.backends.cudnn.allow_tf32 is (matmul == "high")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = True
+
+
+SCRIPT = """
+import os, sys
+from toolkit import launch
+import torch
+
+torch.cpu.get_capabilities = lambda: {"amx_bf16": os.environ.get("RANK") == "0"}
+launch.run(lambda: print(launch.make_accelerator(sys.argv[1]).mixed_precision))
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "chosen"), [(("auto", "auto"), "bf16"), (("no", "auto"), "no")]
+)
+def test_rank_0_decides(settings: tuple[str, str], chosen: str, tmp_path: Path) -> None:
+    """Its hardware, or the checkpoint on its disk."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = []
+    for rank, setting in enumerate(settings):
+        env = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks.append(fork([tmp_path / "script.py", setting], env))
+    assert [rank.finish().succeeded().out.split()[-1] for rank in ranks] == [chosen] * 2
+
+
+def test_deepspeeds_json_that_enables_another(tmp_path: Path) -> None:
+    """Accelerate would compute in bf16 for `no`."""
+    script, file = tmp_path / "script.py", tmp_path / "ds.json"
+    script.write_text(SCRIPT)
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    file.write_text(json.dumps(config | {"train_micro_batch_size_per_gpu": 1}))
+    done = start(["python", script, "no", "--deepspeed_config", file])
+    assert done.code == 1
+    assert str(file) in done.error_lines[0]
+    assert "bf16" in done.error_lines[0]

@@ -1,19 +1,26 @@
-"""toolkit/training/optimizer.py and prepare.py: parameter groups, optimizers, the config of each strategy."""
+"""toolkit/training/{optimizer,prepare,schedule}.py: parameter groups, optimizers, the config of each strategy, numbers of
+steps, evaluations."""
 
 import re
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.faults import refusal
 from tests.models.test_classifier import FAMILIES, SIZES
+from tests.splits import of_lengths
 from toolkit.config import TrainingSettings
 from toolkit.training.fsdp import _choose_units
-from toolkit.training.optimizer import make_optimizer, parameter_groups
+from toolkit.training.optimizer import make_optimizer, make_scheduler, parameter_groups
+from toolkit.training.schedule import make_schedule, max_micro_batches
+from toolkit.training.steps import Step
 from toolkit.training.zero import _refuse_unusable, _set_config
 
 
@@ -135,3 +142,53 @@ def test_fsdp_gathers_layer_by_layer(model_type: str) -> None:
     plugin = SimpleNamespace(transformer_cls_names_to_wrap=["BertEmbeddings"])
     _choose_units(plugin, tiny(model_type))
     assert plugin.transformer_cls_names_to_wrap == [LAYERS[model_type]]
+
+
+@pytest.mark.parametrize(
+    ("options", "samples", "steps_per_epoch", "total"),
+    [
+        ({}, 100, 4, 12),
+        ({"num_train_epochs": 0.3}, 100, 4, 2),
+        ({"num_train_epochs": 2.5}, 96, 3, 8),
+        ({"max_steps": 7, "num_train_epochs": 1}, 100, 4, 7),
+        ({"global_batch_size": 1}, 5, 5, 15),
+        ({"global_batch_size": 1000}, 5, 1, 3),
+    ],
+)
+def test_steps(options: dict[str, Any], samples: int, steps_per_epoch: int, total: int) -> None:
+    schedule = make_schedule(TrainingSettings(**options), of_lengths(np.full(samples, 8)))
+    assert (schedule.steps_per_epoch, schedule.total_steps) == (steps_per_epoch, total)
+
+
+def test_a_text_longer_than_any_batch() -> None:
+    train = of_lengths(np.array([8, 100, 30]))
+    says = ("--max_tokens_per_batch 99", "100 tokens", "--max_length 99")
+    refusal(max_micro_batches, TrainingSettings(max_tokens_per_batch=99), train, 1, says=says)
+    max_micro_batches(TrainingSettings(max_tokens_per_batch=100), train, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({}, [4, 8, 12]),
+        ({"eval_every": 5}, [5, 10, 12]),
+        ({"eval_every": 100}, [12]),
+        ({"max_steps": 6}, [4, 6]),
+    ],
+)
+def test_evaluations(options: dict[str, Any], steps: list[int]) -> None:
+    schedule = make_schedule(TrainingSettings(**options), of_lengths(np.full(100, 8)))
+    run: Any = SimpleNamespace(schedule=schedule)
+    numbers = range(1, schedule.total_steps + 1)
+    assert [n for n in numbers if Step(run, n, np.zeros(0), [], 1).evaluates] == steps
+
+
+def test_a_scheduler_is_one_of_the_prepared_optimizer() -> None:
+    optimizer, other = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]) for _ in range(2))
+    make = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=9)
+    own = make(optimizer)
+    prepared = Accelerator(cpu=True).prepare(optimizer)
+    assert make_scheduler(prepared, TrainingSettings(), 9, own).scheduler is own
+    for wrong in (make(other), make):
+        says = ["run.prepare(model, optimizer, scheduler)"]
+        refusal(make_scheduler, prepared, TrainingSettings(), 9, wrong, says=says)

@@ -1,9 +1,11 @@
-"""The private names of docs/compatibility.md that no other test would miss without a GPU are in the installed packages;
-the error for a missing one names it."""
+"""What the processes of a run must have in common, and what to type where they do not (promise 5). The private names of
+docs/compatibility.md that no other test would miss without a GPU are in the installed packages."""
 
 import importlib.metadata
 import importlib.util
+import os
 import re
+import sys
 import types
 from pathlib import Path
 
@@ -11,6 +13,8 @@ import pytest
 import torch
 
 from tests.faults import refusal
+from tests.runs import ROOT, start
+from toolkit.utils import versions
 from toolkit.utils.compat import TESTED, require
 
 # module (not imported) -> names that its source must contain: used on GPUs, or only set
@@ -39,3 +43,53 @@ def test_require() -> None:
     says = [f"deepspeed {version} has no deepspeed.comm.torch.build_shm_op"]
     says.append(f"pip install 'deepspeed=={TESTED['deepspeed']}'")
     refusal(require, gone, "build_shm_op", "deepspeed", says=says)
+
+
+Patch = pytest.MonkeyPatch
+
+
+def install(package: str, version: str, folder: Path, monkeypatch: Patch) -> None:
+    info = folder / f"{package}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(folder)
+
+
+def test_allowed_libraries(tmp_path: Path, monkeypatch: Patch) -> None:
+    install("peft", "0.99", tmp_path, monkeypatch)
+    install("torch", "2.13.0a0+5.nv26.3", tmp_path, monkeypatch)  # of NVIDIA's containers
+    install("deepspeed", "0.19.6", tmp_path, monkeypatch)  # this run may not need it
+    versions.check_requirements()
+
+
+def test_an_older_library_is_refused(tmp_path: Path, monkeypatch: Patch) -> None:
+    install("deepspeed", "0.19.6", tmp_path, monkeypatch)
+    says = ["deepspeed 0.19.6", "pip install 'deepspeed<"]
+    refusal(versions.check_requirements, "deepspeed", says=says)
+    install("peft", "0.10.1", tmp_path, monkeypatch)
+    # before the imports, which would fail
+    code = "from toolkit import launch; launch.run(print)"
+    path = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    start([sys.executable, "-c", code], env=path).says_in_one_line("peft 0.10.1", "pip install")
+
+
+def test_code_digest_of_the_recipe_and_any_module(tmp_path: Path, monkeypatch: Patch) -> None:
+    package, recipe = tmp_path / "toolkit", tmp_path / "recipe.py"
+    (package / "launch").mkdir(parents=True)
+    monkeypatch.setattr(versions, "_ROOT", package)
+    digests = set()
+    for file in (package / "a.py", package / "launch" / "b.py", recipe):
+        for text in ("a = 1\n", "b = 2\r\n"):
+            file.write_text(text)
+            digests.add(versions.code_digest(recipe))
+    assert len(digests) == 6
+    for script in ("-c", "/usr/bin/env", "."):  # no recipe
+        assert versions.code_digest(script) == versions.code_digest("")
+
+
+def test_describe_differences() -> None:
+    same = {"torch": "2.13.0", "labels": ["a"]}
+    other = same | {"torch": "2.12.1"}
+    several = [("A", same), ("A", same), ("B", other), ("B", other)]  # ranks of one host
+    assert versions.describe_differences(several) == "torch is 2.13.0 on A and 2.12.1 on B"
+    assert versions.describe_differences([("A", same), ("B", same)]) == ""
