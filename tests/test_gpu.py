@@ -125,7 +125,10 @@ def half_precision(way: str) -> Path:
     def make(folder: Path) -> None:
         words = ["recipes.cls", *half.COMMON, "--per_device_batch_size", 3, "--mixed_precision"]
         jobs = {precision: [*words, precision, *half.GRADIENT] for precision in ("no", "bf16")}
-        jobs |= {"still": [*words, "no", *half.STILL], "skips": ["tests.fp16_jobs", *half.FP16]}
+        jobs |= {
+            "still": [*words, "no", *half.STILL],
+            "skips": ["tests.test_half_precision", *half.FP16],
+        }
         saved = half.saved_before_a_skip(folder / "skips")
         run(folder, way, jobs | {"resumed": [*jobs["skips"], "--resume", saved]})
 

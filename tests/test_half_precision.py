@@ -2,26 +2,40 @@
 
 A step of fp16 whose gradient overflows is skipped by the schedule, the optimizer and the average, also in a resumed
 run.
+
+It is a job of tests/matrix.py, too: `main` runs recipes/cls.py in fp16, the first word says with what.
+
+overflows: gradients that overflow in two steps, on one process only. At the end the loss scale and the optimizer's
+           updates are written to OUTPUT_DIR/fp16.json.
+grows:     a loss scale that grows in every second step.
 """
 
+import contextlib
 import json
 import math
+import os
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
+from recipes import cls
 from tests import inputs
 from tests.faults import refusal
-from tests.fp16_jobs import IN_A_SHARD, IN_THE_LOSS, SCALE
 from tests.matrix import PAIRS, TECHNIQUES, WAYS, classifier, runs
 from tests.runs import lines_of, losses_of, slow_but
-from toolkit.training.steps import Steps
+from toolkit.run import Run
+from toolkit.training.precision import set_scaler
+from toolkit.training.steps import Step, Steps
 
 COMMON = ["--model_name_or_path", inputs.tiny_model, "--train_file", inputs.reviews, "--dropout", 0, "--report_to",
           "none", "--global_batch_size", 48, "--weight_decay", 0]  # fmt: skip
@@ -108,9 +122,10 @@ def test_padding_free_in_bf16(way: str) -> None:
     assert losses_of(run) == pytest.approx(losses_of(runs("single")["pairs"]), rel=0.03)
 
 
-# Skipped steps: tests/fp16_jobs.py makes two gradients overflow on one process only.
+# Skipped steps: `main` makes two gradients overflow on one process only.
 STEPS, SAVED_AT, WARMUP, RATE = 10, 3, 4, 1e-3
-SKIPPED = (IN_THE_LOSS, IN_A_SHARD)
+SKIPPED = IN_THE_LOSS, IN_A_SHARD = 2, 5
+SCALE = 1024.0  # low enough for no other overflow
 FP16 = ["overflows", "--model_name_or_path", inputs.tiny_model, "--train_file", inputs.reviews, "--mixed_precision",
         "fp16", "--max_steps", STEPS, "--eval_every", STEPS, "--checkpoint_every", SAVED_AT, "--keep_checkpoints", 9,
         "--global_batch_size", 12, "--per_device_batch_size", 3, "--learning_rate", RATE, "--warmup_steps", WARMUP,
@@ -149,10 +164,10 @@ def assert_skipped(run: Path, expected: Path, first: int) -> None:
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "ddp x3"])
 def test_skipped_steps_are_not_counted(way: str) -> None:
     """In a whole run and in one that is resumed after the first skipped step."""
-    expected = runs("single").run("fp16 skips", "tests.fp16_jobs", FP16)
-    whole = runs(way).run("fp16 skips", "tests.fp16_jobs", FP16)
+    expected = runs("single").run("fp16 skips", "tests.test_half_precision", FP16)
+    whole = runs(way).run("fp16 skips", "tests.test_half_precision", FP16)
     words = [*FP16, "--resume", saved_before_a_skip(whole)]
-    resumed = runs(way).run("fp16 resumed", "tests.fp16_jobs", words)
+    resumed = runs(way).run("fp16 resumed", "tests.test_half_precision", words)
     assert "optimizer.step()" not in runs(way).log("fp16 skips")  # a warning of torch's
     assert_skipped(whole, expected, 0)
     assert_skipped(resumed, expected, SAVED_AT)
@@ -166,7 +181,7 @@ def test_the_step_in_which_the_scale_grows(way: str) -> None:
                 "--max_grad_norm", 0]  # fmt: skip
     exact_run = runs("single").run("growth", "recipes.cls", [*settings, "--mixed_precision", "no"])
     words = ["grows", *settings, "--mixed_precision", "fp16"]
-    run = runs(way).run("fp16 growth", "tests.fp16_jobs", words)
+    run = runs(way).run("fp16 growth", "tests.test_half_precision", words)
     for line, expected in zip(*map(metrics_of, (run, exact_run)), strict=True):
         for name in ("loss", "grad_norm"):
             assert line[name] == pytest.approx(expected[name], rel=0.02), name
@@ -183,3 +198,57 @@ def test_a_gradient_that_stays_infinite_ends_the_run(precision: str, most: int) 
     for _ in range(most):
         check()
     refusal(check, match="step 1: the gradient is not finite.*mixed_precision")
+
+
+def state_of(accelerator: Accelerator, optimizer: Any) -> dict[str, Any]:
+    inner = optimizer.optimizer
+    scale = accelerator.scaler.get_scale() if accelerator.scaler else inner.loss_scaler.cur_scale
+    states = (inner if accelerator.scaler else inner.optimizer).state.values()
+    updates = sorted({int(state["step"]) for state in states if "step" in state})
+    return {"scale": float(scale), "updates": updates}
+
+
+def main() -> None:
+    grows = sys.argv.pop(1) == "grows"
+    state: dict[str, Any] = {}
+    step_mean, clip, resume, number = Step.mean, Accelerator.clip_grad_norm_, Run._resume, 0
+
+    def overflowing_mean(step: Step, losses: torch.Tensor) -> torch.Tensor:
+        nonlocal number
+        number, accelerator = step.number, step.steps.accelerator
+        steps = (IN_THE_LOSS,) if accelerator.scaler else (IN_THE_LOSS, IN_A_SHARD)
+        overflows = number in steps and accelerator.process_index == accelerator.num_processes - 1
+        return step_mean(step, losses) * (math.inf if overflows else 1)
+
+    def overflowing_clip(accelerator: Accelerator, parameters: Any, *more: Any) -> Any:
+        parameters = list(parameters)
+        if number == IN_A_SHARD and accelerator.scaler:
+            for grad in (parameter.grad for parameter in parameters):
+                if not isinstance(grad, DTensor):
+                    grad.fill_(math.inf)
+                elif accelerator.process_index == accelerator.num_processes - 1:
+                    grad.to_local().fill_(math.inf)
+        return clip(accelerator, parameters, *more)
+
+    def resume_scaled(run: Run, evaluate: Any) -> None:
+        resume(run, evaluate)
+        accelerator, optimizer = run.accelerator, run._steps.optimizer
+        state.update(accelerator=accelerator, optimizer=optimizer)
+        if not run._steps.done:
+            set_scaler(accelerator, optimizer, {"cur_scale": SCALE / 4 if grows else SCALE})
+        if grows and accelerator.scaler:
+            accelerator.scaler.set_growth_interval(2)
+        elif grows:
+            optimizer.optimizer.loss_scaler.scale_window = 2
+
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(Run, "_resume", resume_scaled))
+        if not grows:
+            patches.enter_context(mock.patch.object(Step, "mean", overflowing_mean))
+            patches.enter_context(
+                mock.patch.object(Accelerator, "clip_grad_norm_", overflowing_clip)
+            )
+        cls.main()
+    if os.environ.get("RANK", "0") == "0":
+        folder = Path(sys.argv[sys.argv.index("--output_dir") + 1])
+        (folder / "fp16.json").write_text(json.dumps(state_of(**state)))

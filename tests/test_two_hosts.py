@@ -88,13 +88,14 @@ def test_the_literal_command_with_an_address(name: str, hosts: TwoHosts, tmp_pat
 # name -> what is typed on a host before the script; for srun the variables that `srun --nodes 2 --ntasks 2` sets, by its
 # documentation. torchrun finds out which host serves the rendezvous by resolving its own name.
 TORCHRUN = "torchrun --nnodes 2 --nproc_per_node 1"
+SRUN = """SLURM_PROCID={rank} SLURM_LOCALID=0 SLURM_NODEID={rank} SLURM_STEP_NUM_TASKS=2 MASTER_ADDR=hostA
+    SLURM_STEP_TASKS_PER_NODE=1(x2) SLURM_JOB_ID=77 SLURM_STEP_ID=0"""
 LAUNCHERS = {
     "deepspeed": "deepspeed --hostfile {hostfile} --no_ssh --node_rank {rank} --master_addr {first}",
     "accelerate": "accelerate launch --config_file {file} --machine_rank {rank} --num_processes 2",
     "torchrun": f"{TORCHRUN} --node_rank {{rank}} --master_addr {{first}} --master_port 29701",
     "torchrun c10d": f"{TORCHRUN} --rdzv_backend c10d --rdzv_endpoint hostA:29700 --rdzv_id {{id}}",
-    "srun": """env SLURM_PROCID={rank} SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=0 SLURM_NODEID={rank} MASTER_ADDR=hostA
-        SLURM_STEP_TASKS_PER_NODE=1(x2) SLURM_JOB_ID=77 SLURM_STEP_ID=0 {python}""",
+    "srun": f"env {SRUN} {{python}}",
 }
 
 

@@ -13,8 +13,7 @@ from transformers import AutoModelForSequenceClassification as Classifier
 from transformers import AutoTokenizer
 
 import toolkit
-from tests.conversion.test_files import old_names, write_run
-from tests.conversion.test_real_folders import bert_config, read_folder
+from tests.conversion.test_files import bert_config, old_names, read_folder, write_run
 from tests.faults import refusal
 from tests.runs import edit_json
 

@@ -1,5 +1,5 @@
-"""Promises: machines that cannot start together all get the same error, which names who is missing, double or different;
-the first failure of a run is the same for all."""
+"""Promises: machines that cannot start together all get the same error, which names who is missing, double or
+different; the first failure of a run is the same for all."""
 
 import socket
 import time

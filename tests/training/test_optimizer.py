@@ -1,5 +1,5 @@
-"""toolkit/training/{optimizer,prepare,schedule}.py: parameter groups, optimizers, the config of each strategy, numbers of
-steps, evaluations."""
+"""toolkit/training/{optimizer,prepare,schedule}.py: parameter groups, optimizers, the config of each strategy, numbers
+of steps, evaluations."""
 
 import re
 from functools import partial

@@ -1,5 +1,5 @@
-"""What a resumed run begins with: schedule, loss scale, random generators; which checkpoint `--resume` means, and which it
-refuses; a run that is moved aside. (Promises 3 and 5.) A checkpoint of another job: tests/test_resume.py."""
+"""What a resumed run begins with: schedule, loss scale, random generators; which checkpoint `--resume` means, and which
+it refuses; a run that is moved aside. (Promises 3 and 5.) A checkpoint of another job: tests/test_resume.py."""
 
 import json
 import random
