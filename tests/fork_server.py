@@ -5,10 +5,7 @@
 Each line from the Unix socket is a JSON object {"argv": [...], "env": {...}, "folder": PATH, "cwd": PATH, "cores":
 [...], "largest_file": BYTES or null, "inside": the arguments of `enter` or null}; the answer is a line with its process
 id. The folder gets the output (`out`, `err`) and at the end the exit code (`code`); a pipe `in` there is the input. The
-server ends when its last connection is closed.
-
-The new process runs as usual: the recipe, `accelerate launch`, torchrun's agent and its ranks. Only a Python program
-that one of them starts (Popen) is a fork, too.
+server ends when its last connection is closed. A Python program that the new process starts (Popen) is a fork, too.
 """
 
 import contextlib

@@ -1,12 +1,6 @@
-"""Two hosts on one machine: network namespaces joined by a cable, each with a host name and
-/etc/hosts of its own.
+"""Two hosts on one machine: network namespaces joined by a cable, each with a host name and /etc/hosts of its own.
 
-    with TwoHosts() as hosts:
-        done = hosts.run("b", [sys.executable, "-m", "toolkit", "doctor", "--peers", PEERS])
-        hosts.cut()
-
-It needs root and iproute2, and nothing else (no bridge, no iptables, no tc). Hosts share the file
-system but for /etc/hosts and TMPDIR. Whatever still runs in them when the block is left is ended.
+They need root and iproute2, and nothing else. Hosts share the file system but for /etc/hosts and TMPDIR.
 """
 
 import contextlib
@@ -37,8 +31,8 @@ _ETC = Path("/etc/netns")
 
 
 class TwoHosts:
-    """Hosts "a" and "b". As on Debian, each resolves its own name to 127.0.1.1. Python scripts and
-    modules and `accelerate` start as forks of a process with warm imports."""
+    """Hosts "a" and "b". As on Debian, each resolves its own name to 127.0.1.1. Python scripts and modules and
+    `accelerate` start as forks of a process with warm imports. Whatever runs when the block is left is ended."""
 
     def __init__(self) -> None:
         self._spaces = {host: f"{_PREFIX}{host}" for host in HOSTS}
@@ -81,9 +75,9 @@ class TwoHosts:
         self,
         host: str,
         command: Sequence[Any],
-        env: Mapping[str, str] | None = None,
-        binds: Mapping[str | Path, str | Path] | None = None,
-        fresh: bool | None = None,
+        env: Any = None,
+        binds: Any = None,
+        fresh: Any = None,
     ) -> Process:
         """Starts a program on a host. `binds`: path -> file to mount there, for this program only.
         `fresh`: never as a fork."""
@@ -106,14 +100,10 @@ class TwoHosts:
         self._started.append(process)
         return process
 
-    def run(
-        self, host: str, command: Sequence[str | Path], seconds: float = 60, **options: Any
-    ) -> Finished:
+    def run(self, host: str, command: Any, seconds: float = 60, **options: Any) -> Finished:
         return self.start(host, command, **options).finish(seconds)
 
-    def start_both(
-        self, commands: Mapping[str, Sequence[str | Path]], **options: Any
-    ) -> dict[str, Any]:
+    def start_both(self, commands: Mapping[str, Any], **options: Any) -> dict[str, Any]:
         """Starts a command on each host; each of `options` is a mapping by host."""
         started = {}
         for host, command in commands.items():
@@ -128,9 +118,7 @@ class TwoHosts:
             done[host] = process.finish(max(1.0, deadline - time.monotonic()))
         return done
 
-    def run_both(
-        self, commands: Mapping[str, Sequence[str | Path]], seconds: float = 60, **options: Any
-    ) -> dict[str, Finished]:
+    def run_both(self, commands: Any, seconds: float = 60, **options: Any) -> dict[str, Finished]:
         return self.finish_both(self.start_both(commands, **options), seconds)
 
     def processes(self, host: str) -> list[psutil.Process]:
@@ -144,8 +132,7 @@ class TwoHosts:
         self.ip("a", "link", "set", INTERFACE, "down")
 
     def silence(self) -> None:
-        """Both interfaces stay up, but every packet is lost, as when a machine or a switch has
-        died."""
+        """Both interfaces stay up, but every packet is lost, as when a machine or a switch has died."""
         for host, other in (("a", "b"), ("b", "a")):
             way = f"{ADDRESSES[other]} lladdr {_WRONG_HARDWARE_ADDRESS} nud permanent"
             self.ip(host, "neigh", "replace", *way.split(), "dev", INTERFACE)

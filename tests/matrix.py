@@ -8,12 +8,8 @@
 A way is a file of accelerate_configs/ and a number of processes: "zero3_offload x2", "fsdp2 x3"; or "single". Its
 processes are started once, with the environment variables of torchrun, and run one job after another
 (tests/matrix_rank.py). All workers of xdist share them and the results. A job that hangs, or fails on some ranks
-only, has failed, and the next one gets new processes.
-
-A word may be a function, called when the job is run: for a file that must be made, or for the run of another job.
-
-    resumed = [*words, "--resume", lambda: runs("zero3 x2")["stopped"] / "checkpoints/step-00000003"]
-    run = runs("single").run("resumed", "recipes.cls", resumed)
+only, has failed, and the next one gets new processes. A word may be a function, called when the job is run: for a file
+that must be made, or for the run of another job.
 """
 
 import contextlib

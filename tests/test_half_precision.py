@@ -29,16 +29,14 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from recipes import cls
-from tests import inputs
 from tests.faults import refusal
-from tests.matrix import PAIRS, TECHNIQUES, WAYS, classifier, runs
+from tests.matrix import PAIRS, REVIEWS, WAYS, runs
 from tests.runs import lines_of, losses_of, slow_but
 from toolkit.run import Run
 from toolkit.training.precision import set_scaler
 from toolkit.training.steps import Step, Steps
 
-COMMON = ["--model_name_or_path", inputs.tiny_model, "--train_file", inputs.reviews, "--dropout", 0, "--report_to",
-          "none", "--global_batch_size", 48, "--weight_decay", 0]  # fmt: skip
+COMMON = [*REVIEWS, "--global_batch_size", 48, "--weight_decay", 0]
 # A step of SGD with a learning rate of 1 moves the weights by the gradient.
 GRADIENT = ["--optimizer", "sgd", "--learning_rate", 1, "--max_steps", 1, "--eval_every", 1, "--max_grad_norm", 0,
             "--lr_scheduler_type", "constant"]  # fmt: skip
@@ -102,18 +100,6 @@ def test_fp16(way: str) -> None:
     assert curves[0] == pytest.approx(curves[1], rel=2e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["single", "zero1 x2", "zero2 x2", "zero3 x2", "fsdp2 x2"])
-def test_each_technique_in_bf16(way: str) -> None:
-    """By autocast; within 1 % of fp32."""
-    for name in TECHNIQUES:
-        job = classifier(name)
-        words = [*job.words, "--mixed_precision", "bf16"]
-        run = runs(way).run(f"bf16 {name}", job.recipe, words)
-        expected = losses_of(runs("single")[name])
-        assert losses_of(run) == pytest.approx(expected, rel=1e-2), name
-
-
 @pytest.mark.parametrize("way", ["single", "zero3 x2"])
 def test_padding_free_in_bf16(way: str) -> None:
     """Its attention has other kernels."""
@@ -126,10 +112,9 @@ def test_padding_free_in_bf16(way: str) -> None:
 STEPS, SAVED_AT, WARMUP, RATE = 10, 3, 4, 1e-3
 SKIPPED = IN_THE_LOSS, IN_A_SHARD = 2, 5
 SCALE = 1024.0  # low enough for no other overflow
-FP16 = ["overflows", "--model_name_or_path", inputs.tiny_model, "--train_file", inputs.reviews, "--mixed_precision",
-        "fp16", "--max_steps", STEPS, "--eval_every", STEPS, "--checkpoint_every", SAVED_AT, "--keep_checkpoints", 9,
-        "--global_batch_size", 12, "--per_device_batch_size", 3, "--learning_rate", RATE, "--warmup_steps", WARMUP,
-        "--dropout", 0, "--ema_decay", 0.9, "--report_to", "none"]  # fmt: skip
+FP16 = ["overflows", *REVIEWS, "--mixed_precision", "fp16", "--max_steps", STEPS, "--eval_every", STEPS,
+        "--checkpoint_every", SAVED_AT, "--keep_checkpoints", 9, "--per_device_batch_size", 3, "--learning_rate", RATE,
+        "--warmup_steps", WARMUP, "--ema_decay", 0.9]  # fmt: skip
 
 
 def learning_rates() -> list[float]:

@@ -85,8 +85,8 @@ def test_the_literal_command_with_an_address(name: str, hosts: TwoHosts, tmp_pat
         assert f"this is machine {rank} ({NAMES[host]}) of 2: " in done[host].err
 
 
-# name -> what is typed on a host before the script; for srun the variables that `srun --nodes 2 --ntasks 2` sets, by its
-# documentation. torchrun finds out which host serves the rendezvous by resolving its own name.
+# name -> what is typed on a host before the script; for srun the variables that `srun --nodes 2 --ntasks 2` sets, by
+# its documentation. torchrun finds out which host serves the rendezvous by resolving its own name.
 TORCHRUN = "torchrun --nnodes 2 --nproc_per_node 1"
 SRUN = """SLURM_PROCID={rank} SLURM_LOCALID=0 SLURM_NODEID={rank} SLURM_STEP_NUM_TASKS=2 MASTER_ADDR=hostA
     SLURM_STEP_TASKS_PER_NODE=1(x2) SLURM_JOB_ID=77 SLURM_STEP_ID=0"""

@@ -112,9 +112,8 @@ ZERO_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def start_group() -> None:
-    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: (
-        None
-    )  # nothing to compile
+    # nothing to compile
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     import deepspeed
 
     torch.set_num_threads(1)

@@ -11,15 +11,8 @@ import torch
 import transformers
 from torch import nn
 
-from tests.checkpoint.states import (
-    OPTIMIZERS,
-    Counting,
-    Odd,
-    State,
-    accelerator_of,
-    assert_same,
-    save_state,
-)
+from tests.checkpoint import states
+from tests.checkpoint.states import Counting, Odd, State, accelerator_of, assert_same
 from tests.faults import refusal
 from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.state import LiveState
@@ -59,7 +52,7 @@ class DeepSpeedCPUAdam(torch.optim.AdamW):
 
 
 MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    **OPTIMIZERS,
+    **states.OPTIMIZERS,
     "fused": functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
     "asgd": functools.partial(torch.optim.ASGD, lr=0.01),
     "transformers": functools.partial(transformers.Adafactor, lr=0.01, relative_step=False),
@@ -108,7 +101,7 @@ def refused(live: LiveState, folder: Path, *says: str) -> None:
 
 def test_awkward_tensors(tmp_path: Path) -> None:
     saved, fresh = started(kind=Awkward), started(kind=Awkward, steps=5, seed=4)
-    save_state(saved, tmp_path / "one", 3)
+    states.save_state(saved, tmp_path / "one", 3)
     load(fresh, tmp_path / "one")
     assert_same(snapshot(fresh), snapshot(saved))
     fresh.module.alias.weight.data[0] = 9.0
@@ -120,7 +113,7 @@ def test_awkward_tensors(tmp_path: Path) -> None:
 def test_an_optimizer_resumes_exactly(tmp_path: Path, name: str, before: int) -> None:
     """`before`: steps of the resumed optimizer, whose state must be replaced."""
     live, fresh = started(name), started(name, before)
-    save_state(live, tmp_path / "one", 3)
+    states.save_state(live, tmp_path / "one", 3)
     load(fresh, tmp_path / "one")
     assert_same(snapshot(fresh), snapshot(live))
     assert next_losses(fresh) == next_losses(live)
@@ -129,14 +122,14 @@ def test_an_optimizer_resumes_exactly(tmp_path: Path, name: str, before: int) ->
 @pytest.mark.parametrize("names", [("fused", "deepspeed"), ("deepspeed", "adamw")], ids=" -> ".join)
 def test_between_torchs_adam_and_deepspeeds(names: tuple[str, str], tmp_path: Path) -> None:
     live, fresh = started(names[0]), started(names[1], 0)
-    save_state(live, tmp_path / "one", 3)
+    states.save_state(live, tmp_path / "one", 3)
     load(fresh, tmp_path / "one")
     assert next_losses(fresh) == pytest.approx(next_losses(live), rel=1e-5)
 
 
 def test_hyperparameters_of_this_run_are_not_replaced(tmp_path: Path) -> None:
     """Only those that the optimizer counts itself are restored."""
-    save_state(started("counting"), tmp_path / "one", 3)
+    states.save_state(started("counting"), tmp_path / "one", 3)
     fresh = started("counting", 0)
     (group,) = fresh.optimizer.param_groups
     group["weight_decay"] = 0.25
@@ -161,7 +154,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("message", CHANGES)
 def test_another_model_is_refused(tmp_path: Path, message: str) -> None:
-    save_state(started(kind=Awkward), tmp_path / "one", 3)
+    states.save_state(started(kind=Awkward), tmp_path / "one", 3)
     fresh = started(kind=Awkward)
     CHANGES[message](fresh.module)
     fresh = live_state(accelerator_of(), fresh.module, fresh.optimizer)
@@ -169,7 +162,7 @@ def test_another_model_is_refused(tmp_path: Path, message: str) -> None:
 
 
 def test_another_optimizer_is_refused(tmp_path: Path) -> None:
-    save_state(started("counting"), tmp_path / "one", 3)
+    states.save_state(started("counting"), tmp_path / "one", 3)
     refused(started("adamw"), tmp_path / "one", "Counting", "AdamW")
     module = started("counting", 0).module
     one, *others = module.parameters()

@@ -31,7 +31,6 @@ NOTEBOOK = BY_HAND | {"NODE_RANK": "0", "ACCELERATE_USE_CPU": "yes"}
         ({}, Place("python", 0, 1, 0, 1)),
         (TORCHRUN, Place("torchrun", 3, 4, 1, 2)),
         (TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"}, Place("accelerate", 3, 4, 1, 2)),
-        ({"ACCELERATE_MIXED_PRECISION": "no"}, Place("accelerate", 0, 1, 0, 1)),
         (DEEPSPEED, Place("deepspeed", 1, 2, 1, 2)),
         (OPEN_MPI, Place("mpirun", 1, 4, 1, 2)),
         (SRUN, Place("srun", 2, 4, 0, 2)),

@@ -1,5 +1,5 @@
-"""Promises: a failure is one line and an exit code that says how it ended; only an unexpected error is a traceback. What
-an application around this package does with its lines on stderr."""
+"""Promises: a failure is one line and an exit code that says how it ended; only an unexpected error is a traceback.
+What an application around this package does with its lines on stderr."""
 
 import sys
 from pathlib import Path

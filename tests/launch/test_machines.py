@@ -2,7 +2,7 @@
 first one's address; what cannot be decided is an error. A store listens on one address."""
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,21 +37,15 @@ def pretend_network(monkeypatch: Any, own: Sequence[str], **names: str) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
 
 
-Find = Callable[..., Machines]
+@pytest.fixture(autouse=True)
+def _network(monkeypatch: Any) -> None:
+    pretend_network(monkeypatch, [ELSEWHERE])
 
 
-@pytest.fixture
-def find(monkeypatch: Any) -> Find:
-    """`find({options}, {environment}, own=[...], **config)` -> the machines, by default two."""
-
-    def find_with(
-        options: Any = None, env: Any = None, own: Sequence[str] = (ELSEWHERE,), **config: object
-    ) -> Machines:
-        pretend_network(monkeypatch, own)
-        config = {"num_machines": 2, **config}
-        return find_machines(options or {}, config, Path("mine.yaml"), env or {})
-
-    return find_with
+def find(options: Any, env: Any, **config: object) -> Machines:
+    """By default two, the first of which is FIRST."""
+    options = {"main_process_ip": FIRST, **options}
+    return find_machines(options, {"num_machines": 2, **config}, Path("mine.yaml"), env)
 
 
 @pytest.mark.parametrize(
@@ -68,9 +62,10 @@ def find(monkeypatch: Any) -> Find:
     ],
 )
 def test_source_of_the_rank(
-    find: Find, options: Any, env: Any, config: Any, own: str, rank: int, source: str
+    options: Any, env: Any, config: Any, own: str, rank: int, source: str, monkeypatch: Any
 ) -> None:
-    machines = find({"main_process_ip": FIRST, **options}, env, own=[own], **config)
+    pretend_network(monkeypatch, [own])
+    machines = find(options, env, **config)
     assert (machines.rank, machines.count, machines.first) == (rank, 2, FIRST)
     assert source in machines.rank_source
 
@@ -86,8 +81,8 @@ def test_source_of_the_rank(
         ({"main_process_port": "x"}, {}, {}, ["main_process_port", "'x'"]),
     ],
 )
-def test_unclear_machines(find: Find, options: Any, env: Any, config: Any, says: list[str]) -> None:
-    refusal(find, {"main_process_ip": FIRST, **options}, env, [SECOND], says=says, **config)
+def test_unclear_machines(options: Any, env: Any, config: Any, says: list[str]) -> None:
+    refusal(find, options, env, says=says, **config)
 
 
 def test_is_this_machine(monkeypatch: Any) -> None:
@@ -107,13 +102,12 @@ def test_address_to_serve(monkeypatch: Any) -> None:
     refusal(address_to_serve, "me", False, says=["me is 127.0.1.1 here", FIRST, SECOND])
 
 
-def test_closed_port_and_unknown_name() -> None:
+def test_a_store_listens_on_one_address(monkeypatch: Any) -> None:
+    """A taken or a closed port is an error."""
+    monkeypatch.undo()  # the real network
     says = ["127.0.0.1", "start the other machine"]
     refusal(connect_store, "127.0.0.1", free_port(), 0.1, says=says)
     refusal(connect_store, "nobody.invalid", 29600, 0.1, says=["nobody.invalid", "/etc/hosts"])
-
-
-def test_a_store_listens_on_one_address_and_a_taken_port_is_an_error() -> None:
     served = network.serve_store("127.0.0.1", port := free_port())
     network.connect_store("127.0.0.1", port, 5).set("a", "b")
     assert served.get("a") == b"b"

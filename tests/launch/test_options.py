@@ -140,13 +140,6 @@ def test_invalid_config_files(tmp_path: Path, line: str) -> None:
     refusal(planned, path, says=[str(path)])
 
 
-def test_only_local_rank_0_relaunches() -> None:
-    os.environ.update(TORCHRUN)
-    with pytest.raises(SystemExit) as left:
-        take_options([SCRIPT, *DDP.split()])
-    assert left.value.code == 0
-
-
 TORCHRUN_8 = TORCHRUN | {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
 BY_ACCELERATE = TORCHRUN_8 | {"ACCELERATE_USE_CPU": "no"}
 

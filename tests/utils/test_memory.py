@@ -32,7 +32,6 @@ MESSAGES: list[Exception] = [
     RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"),
-    RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"),
     RuntimeError("unable to mmap 4224 bytes from file <f>: Cannot allocate memory (12)"),
     RuntimeError("could not create a primitive"),  # oneDNN's matrix products and activations
     OSError(12, "Cannot allocate memory"),
