@@ -91,9 +91,7 @@ def model(tmp_path_factory: Any, sharp_model: Path) -> Path:
     return classifier(sharp_model, tmp_path_factory.mktemp("run") / "model", labels)
 
 
-def test_a_model_without_a_layer_of_its_config_is_not_loaded(
-    model: Path, tmp_path: Path, no_launcher: None
-) -> None:
+def test_a_model_without_a_layer(model: Path, tmp_path: Path, no_launcher: None) -> None:
     """As saved by a recipe that removes layers; transformers would initialize them randomly."""
     cut = AutoModelForSequenceClassification.from_pretrained(model)
     del cut.base_model.encoder.layer[-1]

@@ -15,9 +15,7 @@ from toolkit.data.labels import Labels
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ray", "pyspark"])
-def test_an_engine_labels_every_row_once(
-    engine: str, sharp_model: Path, tmp_path: Path, no_launcher: None
-) -> None:
+def test_an_engine(engine: str, sharp_model: Path, tmp_path: Path, no_launcher: None) -> None:
     pytest.importorskip(engine)
     if engine == "pyspark" and not shutil.which("java"):
         pytest.skip("java is not installed")

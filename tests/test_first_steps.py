@@ -20,9 +20,7 @@ sys.modules["IPython.display"].HTML, sys.modules["IPython.display"].display = st
 
 
 @pytest.mark.parametrize("page", ["first-labels.md", "first-labels.zh.md"])
-def test_the_script_writes_the_files_of_the_page(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_the_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     (script,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     monkeypatch.chdir(tmp_path)

@@ -59,11 +59,12 @@ def interrupt(
         (os.killpg if group else os.kill)(process.pid, number)
         if stands:
             process.send_signal(signal.SIGCONT)
-        done = process.finish()
+        process.finish()
         _, alive = psutil.wait_procs(below, 30)
         for one in alive:
             one.kill()
         assert alive == []
+        done = process.finish()
         return done.code, done.err
 
 

@@ -101,9 +101,7 @@ def test_a_file_of_torch_save(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_folder_of_torch_distributed_checkpoint(
-    state: State, trained: Any, config: Path, tmp_path: Path
-) -> None:
+def test_a_folder_of_dcp(state: State, trained: Any, config: Path, tmp_path: Path) -> None:
     optimizer, rng = get_optimizer_state_dict(*trained), torch.get_rng_state()
     contents = {
         "a loop's": {"model": state, "optim": optimizer, "rng": rng},
@@ -262,9 +260,7 @@ def bert_config(model: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["zero2-bert x2", "zero3-bert x2"])
-def test_from_pretrained_loads_it(
-    name: str, checkpoints: dict[str, Path], tiny_model: Path, tmp_path: Path
-) -> None:
+def test_from_pretrained(name: str, checkpoints: Any, tiny_model: Path, tmp_path: Path) -> None:
     out, config = tmp_path / "out", bert_config(tiny_model, tmp_path / "config")
     toolkit.convert(checkpoints[name], out, config_from=config)
     load = Classifier.from_pretrained

@@ -3,6 +3,7 @@ is an error; each process computes with its share of the cores."""
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -121,9 +122,7 @@ TORCHRUN_2 = ["torchrun", "--standalone", "--nproc_per_node", "2"]
     ("variable", "launcher", "threads"),
     [("-uOMP_NUM_THREADS", TORCHRUN_2, 4), ("OMP_NUM_THREADS=1", [sys.executable], 1)],
 )
-def test_launchers_threads(
-    variable: str, launcher: list[str], threads: int, tmp_path: Path
-) -> None:
+def test_launchers_threads(variable: str, launcher: Any, threads: int, tmp_path: Path) -> None:
     (tmp_path / "threads.py").write_text(SCRIPT)
     file = [] if launcher is TORCHRUN_2 else ["--config_file", CONFIGS / "ddp.yaml"]
     command = ["env", variable, *launcher, tmp_path / "threads.py", *file]

@@ -40,9 +40,7 @@ DDP, SINGLE = str(CONFIGS / "ddp.yaml"), str(CONFIGS / "single.yaml")
         (DDP, "python launch --num_processes 2 cls.py", 1),
     ],
 )
-def test_processes_that_accelerate_launch_requests(
-    default: str, line: str, requested: int, monkeypatch: Any
-) -> None:
+def test_requested_processes(default: str, line: str, requested: int, monkeypatch: Any) -> None:
     monkeypatch.setattr(config_args, "default_config_file", default or "none.yaml")
     parent = SimpleNamespace(cmdline=line.split)
     monkeypatch.setattr(environment.psutil, "Process", lambda _: parent)
@@ -65,9 +63,7 @@ MINE = {USES: "true", FILE: "ds_configs/zero1.json", ACCUMULATION: "auto"}
 @pytest.mark.parametrize(
     ("env", "chosen"), [({}, "zero2"), (ZERO3, "zero3"), (MINE, "zero1"), (MINE | ZERO3, "zero3")]
 )
-def test_deepspeed_config_after_a_script(
-    env: dict[str, str], chosen: str, no_launcher: None
-) -> None:
+def test_deepspeed_config_after_a_script(env: dict[str, str], chosen: str) -> None:
     os.environ.update(env)
     launcher = "accelerate" if USES in env else "deepspeed"
     for _ in range(2):  # each model of the process

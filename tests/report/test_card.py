@@ -120,9 +120,7 @@ def test_a_stopped_run_has_a_card_of_its_best_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [None, "jieba"])
-def test_snippet_of_titles(
-    tmp_path: Path, tiny_model: Path, kind: str | None, monkeypatch: Any
-) -> None:
+def test_snippet_of_titles(tmp_path: Path, tiny_model: Path, kind: Any, monkeypatch: Any) -> None:
     tiny = PretrainedSettings(model_name_or_path=str(tiny_model))
     tokenizer = load_tokenizer(tiny)
     model: Any = load_title_model(tiny, tiny, GenerationSettings(num_beams=2), tokenizer, 9, seed=1)
