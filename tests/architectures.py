@@ -68,8 +68,8 @@ def make_architecture(name: str, folder: Path, texts: Sequence[str]) -> Path:
     """Writes the model as its pretrained class is saved, with the tokenizer trained on `texts`."""
     architecture = ARCHITECTURES[name]
     tokenizer = make_tokenizer(architecture.tokenizer, texts)
-    is_old = Version(transformers.__version__) < Version("5.20")
-    if is_old and not hasattr(transformers, architecture.pretrained):
+    if not hasattr(transformers, architecture.pretrained):
+        assert Version(transformers.__version__) < Version("5.20")
         pytest.skip(f"needs transformers 5.20 for {name}")
     kind = getattr(transformers, architecture.pretrained)
     special = () if architecture.tokenizer == "causal" else ("pad", "bos", "eos", "cls", "sep")
@@ -106,12 +106,8 @@ def make_tokenizer(kind: str, texts: Sequence[str]) -> Any:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.train_from_iterator(texts, trainer)
     if kind == "causal":
-        return transformers.PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer,
-            pad_token=special[1],
-            eos_token=special[2],
-            padding_side="left",
-        )
+        names: Any = {"pad_token": special[1], "eos_token": special[2], "padding_side": "left"}
+        return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
     first, pad, last, unknown, mask = special
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{first} $A {last}", pair=f"{first} $A {last} $B:1 {last}:1",

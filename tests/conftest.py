@@ -58,8 +58,6 @@ def pytest_unconfigure() -> None:
 tiny_model = pytest.fixture(scope="session")(inputs.tiny_model)
 sharp_model = pytest.fixture(scope="session")(inputs.sharp_model)
 reviews = pytest.fixture(scope="session")(inputs.reviews)
-long_reviews = pytest.fixture(scope="session")(inputs.long_reviews)
-articles = pytest.fixture(scope="session")(inputs.articles)
 
 
 @pytest.fixture(scope="session")
@@ -105,16 +103,6 @@ def accelerator(no_launcher: None) -> Any:
     from accelerate import Accelerator
 
     return Accelerator(cpu=True)
-
-
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    """A process group of one on gloo."""
-    from torch import distributed
-
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 @pytest.fixture

@@ -58,9 +58,7 @@ def test_from_any_to_any(ways: tuple[str, str]) -> None:
     assert_same_run(run(way, source=source), run("single"), after=SAVED_AT)
 
 
-@pytest.mark.parametrize(
-    "way", slow_but(["zero3 x2", "ddp x2", "zero1 x2", "zero2 x2"], "zero3 x2")
-)
+@pytest.mark.parametrize("way", slow_but(["zero3 x2", "ddp x2", "zero2 x2"], "zero3 x2"))
 def test_lora(way: str) -> None:
     """Checkpoints omit the base model's weights."""
     for source, target in (("single", way), (way, way), (way, "single")):
@@ -69,10 +67,8 @@ def test_lora(way: str) -> None:
         weights = load_file(saved(each, "lora") / folders.WEIGHTS_FILE)
         assert weights
         assert all(".lora_" in name or ".modules_to_save." in name for name in weights)
-        assert (
-            "base_model.model.bert.embeddings.word_embeddings.weight"
-            in (folders.read_state(saved(each, "lora"))["excluded"])
-        )
+        excluded = folders.read_state(saved(each, "lora"))["excluded"]
+        assert "base_model.model.bert.embeddings.word_embeddings.weight" in excluded
 
 
 @pytest.mark.slow

@@ -68,11 +68,13 @@ def truth_of(engine: Any) -> State:
     return truth
 
 
-def with_accelerate(folder: Path, safe: bool = True, plugin: Any = None) -> State:
-    from accelerate import Accelerator
+def with_accelerate(folder: Path, safe: bool = True, uses_deepspeed: bool = False) -> State:
+    from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(True)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
+    plugin = DeepSpeedPlugin(hf_ds_config=config) if uses_deepspeed else None
     accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
     torch.manual_seed(3)
     model: Any = Odd()
@@ -81,13 +83,6 @@ def with_accelerate(folder: Path, safe: bool = True, plugin: Any = None) -> Stat
     optimizer.step()
     accelerator.save_state(str(folder), safe_serialization=safe)
     return whole_state(accelerator.unwrap_model(model))
-
-
-def with_accelerates_deepspeed(folder: Path) -> State:
-    from accelerate import DeepSpeedPlugin
-
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
-    return with_accelerate(folder, plugin=DeepSpeedPlugin(hf_ds_config=config))
 
 
 def fully_sharded(folder: Path, whole: bool) -> State:
@@ -114,7 +109,7 @@ def make(name: str, bert: str, folder: Path) -> State:
     if name.startswith("fsdp"):
         return fully_sharded(folder, whole=name == "fsdp-full")
     if name == "accelerate-zero2":
-        return with_accelerates_deepspeed(folder)
+        return with_accelerate(folder, uses_deepspeed=True)
     return with_deepspeed(name, bert, folder)
 
 

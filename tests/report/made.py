@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from tests.inputs import write_jsonl
+from tests.runs import lines_of
 from toolkit.data.labels import Labels
 from toolkit.evaluation import Evaluation
 
@@ -53,9 +55,9 @@ def make_run(
     for line in per_evaluation[:-1]:
         line |= {name: 0.1 for name in ("accuracy", "f1_macro", "rougeL") if name in numbers}
         line["loss"] = 2 * numbers["loss"]
-    write_lines(folder / "metrics.jsonl", per_step)
-    write_lines(folder / "eval.jsonl", per_evaluation)
-    write_lines(folder / "predictions.jsonl", predictions)
+    write_jsonl(folder / "metrics.jsonl", per_step)
+    write_jsonl(folder / "eval.jsonl", per_evaluation)
+    write_jsonl(folder / "predictions.jsonl", predictions)
     return Evaluation("validation", whole, None)
 
 
@@ -73,12 +75,7 @@ def classifier(sharp_model: Path, folder: Path, labels: Labels) -> Path:
     return folder
 
 
-def write_lines(path: Path, lines: Sequence[dict[str, Any]], mode: str = "w") -> None:
-    with path.open(mode, encoding="utf-8") as file:
-        file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-
-
 def add_comparison(folder: Path, **more: Any) -> None:
     line = {"step": 40, "split": "validation_first_16", "max_length": 16, "num_samples": 60, "loss": 0.25,
             "accuracy": 0.625, "f1_macro": 0.99, "per_class": {}} | more  # fmt: skip
-    write_lines(folder / "eval.jsonl", [line], "a")
+    write_jsonl(folder / "eval.jsonl", [*lines_of(folder / "eval.jsonl"), line])

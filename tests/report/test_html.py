@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from tests.report.made import DECISIONS, TITLES, add_comparison, make_run, write_lines
+from tests.inputs import write_jsonl
+from tests.report.made import DECISIONS, TITLES, add_comparison, make_run
 from tests.runs import lines_of
 from toolkit.data.labels import Labels
 from toolkit.report.html import write_report, write_report_of_folder
@@ -164,7 +165,7 @@ def test_a_diverged_run_and_one_that_was_killed(three: Path) -> None:
     assert "accuracy 0.7500" in text
     assert "that of step 20" in text  # and not the evaluated one
     lines = lines_of(three / "metrics.jsonl")
-    write_lines(three / "metrics.jsonl", [line | {"loss": None} for line in lines])
+    write_jsonl(three / "metrics.jsonl", [line | {"loss": None} for line in lines])
     (three / "eval.jsonl").unlink()
     (three / "predictions.jsonl").unlink()
     with (three / "metrics.jsonl").open("a") as file:
@@ -178,9 +179,9 @@ def test_a_diverged_run_and_one_that_was_killed(three: Path) -> None:
 def test_abstained_rows_are_not_mistakes(three: Path) -> None:
     lines = lines_of(three / "predictions.jsonl")
     abstained = [line | {"prediction": None} for line in lines[:50]]
-    write_lines(three / "predictions.jsonl", [*abstained, *lines[50:]])
+    write_jsonl(three / "predictions.jsonl", [*abstained, *lines[50:]])
     tuned = lines_of(three / "eval.jsonl")[-1] | {"decisions": DECISIONS}
-    write_lines(three / "eval.jsonl", [tuned])
+    write_jsonl(three / "eval.jsonl", [tuned])
     rows = page_of(three).rows
     assert ["ece", "0.2000", "0.1000"] in rows["decisions"]
     wrong = [line["label"] != line["prediction"] for line in lines[50:]]
