@@ -14,25 +14,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-
-def strategy_variables(config_file: str) -> dict[str, str]:
-    """The variables that `accelerate launch --config_file` would set in each process, for the strategy."""
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
-
-    arguments = launch_command_parser().parse_args(
-        ["--config_file", config_file, "--main_process_port", "0", "-"]
-    )
-    arguments, config, _ = _validate_launch_command(arguments)
-    if not arguments.use_deepspeed:
-        variables = prepare_multi_gpu_env(arguments)
-    else:
-        arguments.deepspeed_fields_from_accelerate_config = ",".join(config.deepspeed_config)
-        variables = prepare_deepspeed_cmd_env(arguments)[1]
-    of_strategy = [name for name in variables if name.startswith(("ACCELERATE_", "FSDP_"))]
-    return {name: variables[name] for name in of_strategy}
+from toolkit.launch.options import accelerate_environment, plan_launch, split_arguments
 
 
 def load(recipe: str) -> Any:
@@ -76,9 +60,9 @@ def use_cores(cores: list[int]) -> None:
 
 def main() -> None:
     rank = os.environ.get("RANK", "0")
-    sys.path.insert(0, str(ROOT))
     if len(sys.argv) > 1:
-        os.environ.update(strategy_variables(sys.argv[1]))
+        options = split_arguments(["--config_file", sys.argv[1]])[0]
+        os.environ.update(accelerate_environment(plan_launch(options, ["-"], {})))
     for line in sys.stdin:
         job = json.loads(line)
         reports = Path(job["reports"])

@@ -112,9 +112,18 @@ def test_padding_free_in_bf16(way: str) -> None:
 STEPS, SAVED_AT, WARMUP, RATE = 10, 3, 4, 1e-3
 SKIPPED = IN_THE_LOSS, IN_A_SHARD = 2, 5
 SCALE = 1024.0  # low enough for no other overflow
-FP16 = ["overflows", *REVIEWS, "--mixed_precision", "fp16", "--max_steps", STEPS, "--eval_every", STEPS,
-        "--checkpoint_every", SAVED_AT, "--keep_checkpoints", 9, "--per_device_batch_size", 3, "--learning_rate", RATE,
-        "--warmup_steps", WARMUP, "--ema_decay", 0.9]  # fmt: skip
+FP16 = [
+    "overflows",
+    *REVIEWS,
+    "--mixed_precision",
+    "fp16",
+    "--max_steps",
+    STEPS,
+    "--ema_decay",
+    0.9,
+]
+FP16 += ["--eval_every", STEPS, "--checkpoint_every", SAVED_AT, "--keep_checkpoints", 9]
+FP16 += ["--learning_rate", RATE, "--warmup_steps", WARMUP, "--per_device_batch_size", 3]
 
 
 def learning_rates() -> list[float]:

@@ -204,9 +204,9 @@ def main() -> None:
     allow_flex_attention()
     # beam search synchronizes after each token
     Writer.write = no_titles
-    for package, name in (
-        (toolkit, "load_classifier"), (titles, "load_title_model"), (pretraining, "load_masked_model"),
-    ):  # fmt: skip
+    loaders: dict[Any, str] = {toolkit: "load_classifier", titles: "load_title_model"}
+    loaders[pretraining] = "load_masked_model"
+    for package, name in loaders.items():
         load = getattr(package, name)
         vars(package)[name] = lambda *words, load=load: load(*words).to(DEVICE)
     jobs, path = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), Path(sys.argv[2])

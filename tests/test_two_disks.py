@@ -17,8 +17,8 @@ pytestmark = pytest.mark.namespaces
 
 # A run with both hosts up takes about 20 s on two busy cores.
 SECONDS = 300
-SETTINGS = [*REVIEWS, "--max_steps", 8, "--per_device_batch_size", 4, "--checkpoint_every", 2,
-            "--eval_every", 99]  # fmt: skip
+SETTINGS = [*REVIEWS, *"--max_steps 8 --per_device_batch_size 4 --checkpoint_every 2".split()]
+SETTINGS += ["--eval_every", 99]
 
 
 @pytest.mark.parametrize("file", slow_but(["2node_zero2", "2node", "2node_zero3"], "2node_zero2"))

@@ -26,8 +26,8 @@ FIRST = ["--main_process_ip", ADDRESSES["a"]]
 SECONDS = 300
 SETTINGS = [*REVIEWS, "--max_steps", 6, "--per_device_batch_size", 4]
 # enough steps to break something
-LONG = [*SETTINGS, "--max_steps", 400, "--eval_every", 1000, "--checkpoint_every", 10,
-        "--lr_scheduler_type", "constant"]  # fmt: skip
+LONG = [*SETTINGS, *"--max_steps 400 --eval_every 1000 --checkpoint_every 10".split()]
+LONG += ["--lr_scheduler_type", "constant"]
 FORTY = [*LONG, "--max_steps", 40]
 
 

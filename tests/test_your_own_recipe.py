@@ -82,10 +82,9 @@ def weights_of(run: Path) -> Any:
     return load_file(run / "model" / "model.safetensors")
 
 
-def test_both_languages_show_the_same_edits() -> None:
-    english, chinese = map(edits_of, PAGES)
-    assert english == chinese
-    assert {edit for edit, _ in JOBS.values()} == set(english)
+def test_each_edit_is_run() -> None:
+    """In Chinese they are the same: tests/test_docs.py."""
+    assert {edit for edit, _ in JOBS.values()} == set(edits_of(PAGES[0]))
 
 
 def test_a_custom_metric_chooses_the_best_model(tmp_path: Path) -> None:

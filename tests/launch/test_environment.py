@@ -1,16 +1,44 @@
-"""Promises: every launcher's variables give torch's, with one address and port; what is incomplete
-is an error; each process computes with its share of the cores."""
+"""Promises: every launcher's variables give torch's, with one address and port; each process computes with its share of
+the cores; what follows the script overrides the config file. What is incomplete, would be ignored, or would start another
+world, is an error."""
 
+import json
+import os
 import sys
+from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
 
 from tests.faults import refusal
-from tests.runs import CONFIGS, start
-from toolkit.launch.environment import MARKER, Place, place_of, set_torch_variables, user_threads
-from toolkit.launch.options import clean_environment
+from tests.launch.test_machines import ELSEWHERE, FIRST, pretend_network
+from tests.runs import CONFIGS, ROOT, start
+from toolkit.launch import environment
+from toolkit.launch.environment import (
+    MARKER,
+    TIMEOUTS,
+    Place,
+    place_of,
+    set_torch_variables,
+    timeout_seconds,
+    timeout_variable,
+    user_threads,
+)
+from toolkit.launch.machines import DEFAULT_PORT, PLACEHOLDER
+from toolkit.launch.options import (
+    Request,
+    accelerate_environment,
+    clean_environment,
+    count_processes,
+    plan_launch,
+    split_arguments,
+    take_options,
+)
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "gpu1",
             "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "1"}  # fmt: skip
@@ -144,3 +172,158 @@ def test_user_threads(env: dict[str, str], expected: int | None) -> None:
     assert user_threads(env) == expected
     kept = env.get("OMP_NUM_THREADS") if expected else None
     assert clean_environment(env).get("OMP_NUM_THREADS") == kept
+
+
+RECIPE = str(ROOT / "recipes" / "cls.py")
+SHIPPED = sorted(CONFIGS.glob("*.yaml"))
+DEEPSPEED_FILES = sorted((ROOT / "ds_configs").glob("*.json"))
+by_name = attrgetter("name")
+DDP = "--config_file accelerate_configs/ddp.yaml"
+TWO_NODES = f"--config_file accelerate_configs/2node.yaml --main_process_ip {FIRST}"
+
+
+def planned(path: Path | str, words: str = "") -> Request:
+    parsed, _ = split_arguments(["--config_file", str(path), *words.split()])
+    return plan_launch(parsed, [RECIPE, "--seed", "3"], {})
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: Any, no_launcher: None) -> None:
+    """Nothing was launched, no host name is resolved outside, and `FIRST` is another machine's address."""
+    pretend_network(monkeypatch, [ELSEWHERE])
+    for name in ("NODE_RANK", "SLURM_NODEID", *map(timeout_variable, TIMEOUTS)):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("argv", "options", "rest"),
+    [
+        ("a.yaml --config-file=x.yaml --seed 3", {"config_file": "x.yaml"}, "a.yaml --seed 3"),
+        ("--main-process-port 5", {"main_process_port": "5"}, ""),
+        ("--local_rank=1 --train_file t", {"local_rank": "1"}, "--train_file t"),  # deepspeed's
+        ("num_processes --train_file config_file", {}, "num_processes --train_file config_file"),
+        ("--config_file a --config_file b", {"config_file": "b"}, ""),
+    ],
+)
+def test_split(argv: str, options: dict[str, Any], rest: str) -> None:
+    parsed, remaining = split_arguments(argv.split())
+    assert {name: value for name, value in vars(parsed).items() if value is not None} == options
+    assert remaining == rest.split()
+
+
+@pytest.mark.parametrize("path", DEEPSPEED_FILES, ids=by_name)
+def test_deepspeed_files(path: Path) -> None:
+    loaded = json.loads(path.read_text())
+    zero = loaded["zero_optimization"]
+    assert zero["stage"] == int(path.stem[4])
+    assert ("offload_optimizer" in zero) == ("offload" in path.stem)
+    assert ("offload_param" in zero) == (path.stem == "zero3_offload")
+    assert not {"optimizer", "scheduler"} & set(loaded)
+    line = f"deepspeed_config_file: ds_configs/{path.name}\n"
+    assert [config for config in SHIPPED if line in config.read_text()]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=by_name)
+def test_plan_of_each_shipped_file(path: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)  # files are found from another folder
+    config = load_config_from_file(str(path))  # accelerate itself accepts it
+    assert "mixed_precision" not in yaml.safe_load(path.read_text())  # the hardware decides
+    machines, words = 1, ""
+    if path.name.startswith("2node"):
+        assert (config.main_process_ip, config.main_process_port) == (PLACEHOLDER, DEFAULT_PORT)
+        machines, words = 2, "--main_process_ip gpu1 --machine_rank 1 --num_processes 16"
+    request = planned(f"accelerate_configs/{path.name}", words)
+    assert (request.config_file, request.command()[2:]) == (path, [RECIPE, "--seed", "3"])
+    assert (request.machines.count, request.machines.rank) == (machines, machines - 1)
+    assert request.processes == (16 if machines == 2 else 1 if path.stem == "single" else 2)
+    strategy = path.stem.removeprefix("2node").removeprefix("_")
+    env = accelerate_environment(request)
+    file = f"ds_configs/{strategy}.json" if strategy.startswith("zero") else None
+    assert env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") == file
+    assert ("ACCELERATE_USE_DEEPSPEED" in env) == bool(file)
+    assert ("ACCELERATE_USE_FSDP" in env) == (strategy == "fsdp2")
+
+
+@pytest.mark.parametrize(
+    ("kind", "machines", "processes"),
+    [("MULTI_GPU", 1, 8), ("DEEPSPEED", 2, 16), ("MULTI_CPU", 2, 2), ("NO", 1, 1)],
+)
+def test_default_processes(kind: str, machines: int, processes: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    options, config = split_arguments([])[0], {"distributed_type": kind}
+    assert count_processes(options, config, Path("mine.yaml"), machines) == processes
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        # each machine would silently train on its own
+        (f"{DDP} --main_process_ip {FIRST}", "--main_process_ip"),
+        (f"{DDP} --machine_rank 1", "--machine_rank"),
+        (f"{TWO_NODES} --machine_rank 0 --num_processes 5", "--num_processes 4$"),
+        (f"{TWO_NODES} --machine_rank 0 --num_processes 1", "--num_processes 2$"),
+        (f"{DDP} --num_processes 0", "num_processes"),
+        (f"{DDP} --main_process_port 0", "main_process_port"),
+        (f"{DDP} --max_restarts -1", "max_restarts.*-1"),
+        ("--config_file accelerate_configs/zzz.yaml", r"zzz.*2node_zero3\.yaml"),
+        ("--max_restarts", "max_restarts.*expected one argument"),
+        ("--num_processes=2", "num_processes.*add --config_file"),
+        ("--rendezvous_timeout=0", "rendezvous_timeout.*0"),
+        ("--ddp_timeout=x", "ddp_timeout.*x"),
+    ],
+)
+def test_refused_before_a_launch(words: str, match: str) -> None:
+    refusal(take_options, [RECIPE, *words.split()], match=match)
+
+
+@pytest.mark.parametrize(
+    "line", ["- a", "a: [", "num_processes: 2", "distributed_type: MEGATRON_LM"]
+)
+def test_invalid_config_files(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(line)
+    refusal(planned, path, says=[str(path)])
+
+
+TORCHRUN_8 = TORCHRUN | {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
+BY_ACCELERATE = TORCHRUN_8 | {"ACCELERATE_USE_CPU": "no"}
+
+
+@pytest.mark.parametrize(
+    ("outer", "before", "behind", "says"),
+    [
+        # a config file for one machine, and several started
+        (SRUN | {"SLURM_PROCID": "0"}, "", DDP, "2node.yaml"),
+        # another number of processes
+        (TORCHRUN_8, "", DDP, "--num_processes"),
+        (TORCHRUN_8 | {"CROSS_SIZE": "1"}, "", DDP, "deepspeed started 8"),
+        (TORCHRUN_8, "", f"{DDP} --num_processes 8", ""),
+        (BY_ACCELERATE, "", DDP, ""),  # its default
+        # options that the config file after the script replaces
+        (BY_ACCELERATE, "--num-processes=4", DDP, "--num_processes"),
+        (BY_ACCELERATE, "--use_fsdp", DDP, "--use_fsdp"),
+        ({}, "--num_cpu_threads_per_process 2", f"{DDP} --num_processes 4", ""),
+        ({}, "", TWO_NODES, ""),
+    ],
+)
+def test_what_would_have_no_effect(
+    monkeypatch: Any, outer: dict[str, str], before: str, behind: str, says: str
+) -> None:
+    """Each would silently train another way than requested, or a model per machine."""
+    words = [RECIPE, *behind.split()]
+    line = ["python", "/bin/accelerate", "launch", *before.split(), *words]
+    parent = SimpleNamespace(cmdline=lambda: line)
+    monkeypatch.setattr(environment.psutil, "Process", lambda _: parent)
+    os.environ.update(outer)
+    if says:
+        refusal(take_options, words, says=[says])
+    else:
+        assert take_options(words)[1] is not None
+
+
+@pytest.mark.parametrize("option", TIMEOUTS)
+def test_timeouts_reach_the_processes(option: str) -> None:
+    assert timeout_seconds(option) == TIMEOUTS[option]
+    words = [RECIPE, f"--{option}", "77", "--seed", "3"]
+    assert take_options(words) == ([RECIPE, "--seed", "3"], None)
+    assert timeout_seconds(option) == 77
