@@ -31,13 +31,18 @@ def session_folder() -> Path:
     return Path(os.environ.get("TOOLKIT_TESTS_FOLDER") or tempfile.gettempdir())
 
 
+def shared_folder(name: str) -> Path:
+    return session_folder() / "inputs" / name
+
+
 def shared(name: str, make: Callable[[Path], object]) -> Path:
     """The folder `name`, which `make` has filled: once in a test run, by the worker that needs it first."""
-    folder = session_folder() / "inputs" / name
+    folder = shared_folder(name)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             draft = folder.with_name(f"draft of {name}")
+            shutil.rmtree(draft, ignore_errors=True)  # of a worker that was killed
             draft.mkdir()
             make(draft)
             draft.rename(folder)

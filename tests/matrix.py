@@ -173,25 +173,26 @@ class ProcessGroup:
         self.lock = FileLock(folder / ".lock")
         """Held by the worker that uses the group."""
 
-    def run(
-        self, recipe: str, words: list[str], reports: Path, seconds: float
-    ) -> dict[int, dict[str, Any]]:
-        """Runs the `main` of a module with these arguments on all ranks. Returns what each rank has reported to the
-        folder `reports`: `error` (the exception's text or empty), `kind` (its class) and `traceback`. A rank is missing
-        that was killed, or did not end within `seconds`."""
+    def run(self, job: list[str], reports: Path, seconds: float) -> list[str]:
+        """Runs the `main` of a module, with arguments, on all ranks, which print to the folder `reports`. Returns
+        class, text and traceback of the first exception, or nothing. A rank that was killed, or did not end within
+        `seconds`, is one, too."""
         ranks = self._living() or self._start()
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-        job = {"recipe": recipe, "words": words, "reports": str(reports), "seconds": seconds}
+        line = {"job": job, "reports": str(reports), "seconds": seconds, "cores": cores}
         for process in ranks:
-            process.write_line(json.dumps(job | {"cores": cores}))
-        found = self._wait(ranks, reports, seconds)
-        if len(found) < len(ranks):
+            process.write_line(json.dumps(line))
+        failures = self._wait(ranks, reports, seconds)
+        missing = [rank for rank in range(len(ranks)) if rank not in failures]
+        if missing:
             self.stop(ranks)
-        return found
+            log = reports / f"rank{missing[0]}.log"
+            text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+            failures[len(ranks)] = ["Ended", f"ranks {missing} did not end the job", text[-4000:]]
+        return next((failure for failure in failures.values() if failure), [])
 
-    def _wait(
-        self, ranks: list[Process], reports: Path, seconds: float
-    ) -> dict[int, dict[str, Any]]:
+    def _wait(self, ranks: list[Process], reports: Path, seconds: float) -> dict[int, list[str]]:
+        """The failure, or nothing, of each rank that has reported."""
         deadline = time.monotonic() + seconds
         while True:
             # before the reports: one may report and end
@@ -200,11 +201,9 @@ class ProcessGroup:
             for rank in range(len(ranks)):
                 if (file := reports / f"rank{rank}.json").exists():
                     found[rank] = json.loads(file.read_text())
-            if len(found) == len(ranks):
-                return found
-            if any(report["error"] for report in found.values()) or any(ended):
+            if any(found.values()) or any(ended):
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-            if time.monotonic() > deadline or all(ended):
+            if len(found) == len(ranks) or time.monotonic() > deadline or all(ended):
                 return found
             time.sleep(0.01)
 
@@ -267,37 +266,28 @@ class Way:
 
     def run(self, name: str, recipe: Any, words: Words, seconds: float = 240) -> Path:
         """The folder of this job's run; a name belongs to one job. Raises JobError."""
-        folder, reports = self._folder / name, self._reports(name)
-        resolved = words_of([recipe, *words])
-        if not (reports / "result.json").exists():
-            (self._folder / "locks").mkdir(exist_ok=True)
-            with FileLock(self._folder / "locks" / name):
-                if not (reports / "result.json").exists():
-                    self._execute(resolved, folder, reports, seconds)
+        folder, job = self._folder / name, words_of([recipe, *words])
+
+        def make(reports: Path) -> None:
+            shutil.rmtree(folder, ignore_errors=True)  # of a worker that was killed
+            with self._free_group() as group:
+                failure = group.run([*job, "--output_dir", str(folder)], reports, seconds)
+            (reports / "result.json").write_text(json.dumps({"job": job, "failure": failure}))
+
+        reports = inputs.shared(self._reports(name), make)
         result = json.loads((reports / "result.json").read_text())
-        two = f"{name} is the name of two jobs: {resolved} and {result['words']}"
-        assert result["words"] == resolved, two
+        assert result["job"] == job, f"{name} is the name of two jobs"
         if result["failure"]:
             raise JobError(f"{name} under {self.name}", *result["failure"])
         return folder
 
     def log(self, name: str) -> str:
-        """What rank 0 printed in this job, which has been run."""
-        return (self._reports(name) / "rank0.log").read_text(encoding="utf-8", errors="replace")
+        """What rank 0 printed in this job."""
+        file = inputs.shared_folder(self._reports(name)) / "rank0.log"
+        return file.read_text(encoding="utf-8", errors="replace")
 
-    def _reports(self, name: str) -> Path:
-        return self._folder / "reports" / name
-
-    def _execute(self, job: list[str], folder: Path, reports: Path, seconds: float) -> None:
-        shutil.rmtree(reports, ignore_errors=True)  # of a worker that was killed
-        shutil.rmtree(folder, ignore_errors=True)
-        reports.mkdir(parents=True)
-        recipe, *words = job
-        with self._free_group() as group:
-            found = group.run(recipe, [*words, "--output_dir", str(folder)], reports, seconds)
-        draft = reports / "draft"
-        draft.write_text(json.dumps({"words": job, "failure": self._failure(found, reports)}))
-        draft.rename(reports / "result.json")
+    def _reports(self, name: str) -> str:
+        return f"reports of {self.name}, {name}"
 
     @contextlib.contextmanager
     def _free_group(self) -> Iterator[ProcessGroup]:
@@ -308,18 +298,6 @@ class Way:
                     yield group
                     return
             time.sleep(0.02)
-
-    def _failure(self, found: dict[int, dict[str, Any]], reports: Path) -> list[str]:
-        """Class, message and details of the first failure, or nothing."""
-        for report in found.values():
-            if report["error"]:
-                return [report["kind"], report["error"], report["traceback"]]
-        missing = [rank for rank in range(self.processes) if rank not in found]
-        if not missing:
-            return []
-        log = reports / f"rank{missing[0]}.log"
-        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-        return ["Ended", f"ranks {missing} did not end the job", text[-4000:]]
 
 
 @cache

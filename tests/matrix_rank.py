@@ -30,17 +30,15 @@ def load(recipe: str) -> Any:
     return module
 
 
-def run_job(job: dict[str, Any]) -> dict[str, str]:
-    """Runs it; returns its exception, if any."""
-    sys.argv = [f"{job['recipe'].removesuffix('.py').replace('.', '/')}.py", *job["words"]]
-    report = {"error": "", "kind": "", "traceback": ""}
+def run_job(recipe: str, *words: str) -> list[str]:
+    """Runs it; returns its exception's class, text and traceback, or nothing."""
+    sys.argv = [f"{recipe.removesuffix('.py').replace('.', '/')}.py", *words]
     try:
-        load(job["recipe"]).main()
+        load(recipe).main()
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
-            report["error"], report["kind"] = str(error) or repr(error), type(error).__name__
-            report["traceback"] = traceback.format_exc()
-    return report
+            return [type(error).__name__, str(error) or repr(error), traceback.format_exc()]
+    return []
 
 
 def reset() -> None:
@@ -73,12 +71,12 @@ def main() -> None:
         use_cores(job["cores"])
         # a hanging rank ends by itself
         faulthandler.dump_traceback_later(job["seconds"], exit=True, file=2)
-        report = run_job(job)
+        failure = run_job(*job["job"])
         reset()
         faulthandler.cancel_dump_traceback_later()
         sys.stdout.flush()
         draft = reports / f"rank{rank}.draft"
-        draft.write_text(json.dumps(report))
+        draft.write_text(json.dumps(failure))
         draft.rename(reports / f"rank{rank}.json")
     os._exit(0)
 

@@ -1,6 +1,6 @@
 """Promises: every launcher's variables give torch's, with one address and port; each process computes with its share of
-the cores; what follows the script overrides the config file. What is incomplete, would be ignored, or would start another
-world, is an error."""
+the cores; what follows the script overrides the config file. What is incomplete, would be ignored, or would start
+another world, is an error."""
 
 import json
 import os
