@@ -125,11 +125,8 @@ def become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     if threads := env.get("OMP_NUM_THREADS"):  # torch reads it on import
         sys.modules["torch"].set_num_threads(int(threads))
     if "TESTS_WITHOUT_PAGES" in env:  # the slowest parts of a short run
-        pages, original = (
-            env["TESTS_WITHOUT_PAGES"],
-            sys.modules["toolkit.report.summary"].write_pages,
-        )
-        write = functools.partial(write_pages, original, pages)
+        original = sys.modules["toolkit.report.summary"].write_pages
+        write = functools.partial(write_pages, original, env["TESTS_WITHOUT_PAGES"])
         for name in ("toolkit.report.summary", "toolkit.run"):
             sys.modules[name].write_pages = write
         if baselines := sys.modules.get("toolkit.features.baselines.feature"):

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -72,12 +72,7 @@ class TwoHosts:
             self.ip(host, "link", "set", INTERFACE, "up")
 
     def start(
-        self,
-        host: str,
-        command: Sequence[Any],
-        env: Any = None,
-        binds: Any = None,
-        fresh: Any = None,
+        self, host: str, command: Any, env: Any = None, binds: Any = None, fresh: Any = None
     ) -> Process:
         """Starts a program on a host. `binds`: path -> file to mount there, for this program only.
         `fresh`: never as a fork."""

@@ -22,8 +22,7 @@ def test_the_numbers_add_up(sharp_model: Path, tmp_path: Path, capsys: Any) -> N
     script.write_text(code.replace("runs/NAME/model", str(folder)), encoding="utf-8")
     names = runpy.run_path(str(script))
     margins = [names["margin"](names[ids]).item() for ids in ("ids", "padding")]
-    assert abs(margins[0] - margins[1]) > 0.01
-    assert names["values"].sum().item() == pytest.approx(
-        margins[0] - margins[1], rel=2e-2, abs=2e-3
-    )
+    difference = margins[0] - margins[1]
+    assert abs(difference) > 0.01
+    assert names["values"].sum().item() == pytest.approx(difference, rel=2e-2, abs=2e-3)
     assert len(capsys.readouterr().out.splitlines()) == names["ids"].shape[1]

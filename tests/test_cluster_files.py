@@ -74,9 +74,8 @@ def test_shards_match_the_tasks(tmp_path: Path) -> None:
         ([*pod["command"], *pod["args"]], env | {"JOB_COMPLETION_INDEX": "63"}),
     ]
     for command, variables in runs:
-        words = subprocess.check_output(
-            command, env=path_with(tmp_path) | variables, text=True
-        ).split()
+        env = path_with(tmp_path) | variables
+        words = subprocess.check_output(command, env=env, text=True).split()
         assert words[words.index("--shard") + 1] == "64/64"
         build_parser().parse_args(words)
 

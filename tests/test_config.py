@@ -144,12 +144,8 @@ def test_the_demo_fills_what_was_not_given(demo: Path) -> None:
     assert (settings.training.learning_rate, settings.training.warmup_ratio) == (5e-5, None)
     assert settings.data.dataset_name is None
     model, file = "model_name_or_path", "train_file"
-    for named, missing in {
-        file: model,
-        "dataset_name": model,
-        model: file,
-        "test_file": file,
-    }.items():
+    halves = {file: model, "dataset_name": model, model: file, "test_file": file}
+    for named, missing in halves.items():
         refusal(parse, TaskSettings, [f"--{named}", "x"], demo, match=f"--{missing}")
 
 

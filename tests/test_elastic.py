@@ -22,16 +22,8 @@ QUICK = [
 STEPS, SAVED_AT = 6, 3
 SIX_STEPS = ["--max_steps", STEPS, "--eval_every", STEPS, "--checkpoint_every", SAVED_AT]
 # an epoch has 16 steps
-FULL = [
-    *REVIEWS,
-    *SIX_STEPS,
-    "--per_device_batch_size",
-    3,
-    "--learning_rate",
-    "1e-3",
-    "--warmup_steps",
-    2,
-]
+FULL = [*REVIEWS, *SIX_STEPS, *"--per_device_batch_size 3 --learning_rate 1e-3".split()]
+FULL += ["--warmup_steps", 2]
 KINDS = {
     "full": FULL,
     "lora": [*FULL, "--lora_r", 4, "--learning_rate", "1e-2"],

@@ -112,18 +112,10 @@ def test_padding_free_in_bf16(way: str) -> None:
 STEPS, SAVED_AT, WARMUP, RATE = 10, 3, 4, 1e-3
 SKIPPED = IN_THE_LOSS, IN_A_SHARD = 2, 5
 SCALE = 1024.0  # low enough for no other overflow
-FP16 = [
-    "overflows",
-    *REVIEWS,
-    "--mixed_precision",
-    "fp16",
-    "--max_steps",
-    STEPS,
-    "--ema_decay",
-    0.9,
-]
+FP16 = ["overflows", *REVIEWS, "--mixed_precision", "fp16", "--max_steps", STEPS]
 FP16 += ["--eval_every", STEPS, "--checkpoint_every", SAVED_AT, "--keep_checkpoints", 9]
-FP16 += ["--learning_rate", RATE, "--warmup_steps", WARMUP, "--per_device_batch_size", 3]
+FP16 += ["--learning_rate", RATE, "--warmup_steps", WARMUP, "--ema_decay", 0.9]
+FP16 += ["--per_device_batch_size", 3]
 
 
 def learning_rates() -> list[float]:
@@ -236,12 +228,11 @@ def main() -> None:
             optimizer.optimizer.loss_scaler.scale_window = 2
 
     with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch.object(Run, "_resume", resume_scaled))
+        patch = mock.patch.object
+        patches.enter_context(patch(Run, "_resume", resume_scaled))
         if not grows:
-            patches.enter_context(mock.patch.object(Step, "mean", overflowing_mean))
-            patches.enter_context(
-                mock.patch.object(Accelerator, "clip_grad_norm_", overflowing_clip)
-            )
+            patches.enter_context(patch(Step, "mean", overflowing_mean))
+            patches.enter_context(patch(Accelerator, "clip_grad_norm_", overflowing_clip))
         cls.main()
     if os.environ.get("RANK", "0") == "0":
         folder = Path(sys.argv[sys.argv.index("--output_dir") + 1])

@@ -68,9 +68,8 @@ def test_the_runs_could_differ() -> None:
         losses = losses_of(runs("single")[name])
         reference = losses_of(runs("single")[EQUAL.get(name, "few")])
         assert (losses == pytest.approx(reference, rel=1e-5)) == (name in EQUAL), name
-    averaged, last = (
-        lines_of(runs("single")[name] / "eval.jsonl")[-1]["loss"] for name in ("ema", "few")
-    )
+    evaluations = (lines_of(runs("single")[name] / "eval.jsonl") for name in ("ema", "few"))
+    averaged, last = (lines[-1]["loss"] for lines in evaluations)
     assert averaged != pytest.approx(last, rel=1e-4)
 
 

@@ -10,9 +10,7 @@ from tests.hosts import ADDRESSES, TwoHosts
 from tests.matrix import REVIEWS, runs
 from tests.runs import assert_same_run, lines_of
 
-pytestmark = [
-    pytest.mark.namespaces, pytest.mark.slow, pytest.mark.timeout(1200),
-]  # fmt: skip
+pytestmark = [pytest.mark.namespaces, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 RANKS = 16
 SETTINGS = [*REVIEWS, "--max_steps", 6, "--global_batch_size", 37, "--per_device_batch_size", 4]

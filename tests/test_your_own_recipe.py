@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification as Classifier
 
 import toolkit
 from tests import inputs
@@ -124,9 +124,7 @@ def test_a_parameter_of_the_loss_is_trained_and_saved() -> None:
     weights = weights_of(run)
     assert weights["loss.log_scale"].shape == (1,)
     assert (weights["loss.bias"] != 0).all()
-    model, loading = AutoModelForSequenceClassification.from_pretrained(
-        run / "model", output_loading_info=True
-    )
+    model, loading = Classifier.from_pretrained(run / "model", output_loading_info=True)
     assert {*loading["unexpected_keys"]} == {"loss.log_scale", "loss.bias"}
     assert not loading["missing_keys"]
     assert (model.state_dict()["classifier.weight"].numpy() == weights["classifier.weight"]).all()

@@ -19,26 +19,10 @@ from tests.faults import refusal
 from tests.launch.test_machines import ELSEWHERE, FIRST, pretend_network
 from tests.runs import CONFIGS, ROOT, start
 from toolkit.launch import environment
-from toolkit.launch.environment import (
-    MARKER,
-    TIMEOUTS,
-    Place,
-    place_of,
-    set_torch_variables,
-    timeout_seconds,
-    timeout_variable,
-    user_threads,
-)
+from toolkit.launch import options as launch_options
+from toolkit.launch.environment import TIMEOUTS, Place, place_of, set_torch_variables
 from toolkit.launch.machines import DEFAULT_PORT, PLACEHOLDER
-from toolkit.launch.options import (
-    Request,
-    accelerate_environment,
-    clean_environment,
-    count_processes,
-    plan_launch,
-    split_arguments,
-    take_options,
-)
+from toolkit.launch.options import Request, plan_launch, split_arguments, take_options
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "gpu1",
             "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "1"}  # fmt: skip
@@ -165,13 +149,13 @@ ONE = {"OMP_NUM_THREADS": "1"}
     ("env", "expected"),
     [({}, None), ({"OMP_NUM_THREADS": ""}, None), ({"OMP_NUM_THREADS": "many"}, None), (ONE, 1),
      (TORCHRUN | {"OMP_NUM_THREADS": "4"}, 4), (ONE | TORCHRUN, None), (ONE | {"ACCELERATE_X": "x"}, None),
-     (ONE | TORCHRUN | {MARKER: "{}"}, 1), (ONE | DEEPSPEED, 1)],
+     (ONE | TORCHRUN | {environment.MARKER: "{}"}, 1), (ONE | DEEPSPEED, 1)],
 )  # fmt: skip
 def test_user_threads(env: dict[str, str], expected: int | None) -> None:
     """torchrun and accelerate set 1 where the user has set nothing."""
-    assert user_threads(env) == expected
+    assert environment.user_threads(env) == expected
     kept = env.get("OMP_NUM_THREADS") if expected else None
-    assert clean_environment(env).get("OMP_NUM_THREADS") == kept
+    assert launch_options.clean_environment(env).get("OMP_NUM_THREADS") == kept
 
 
 RECIPE = str(ROOT / "recipes" / "cls.py")
@@ -191,7 +175,7 @@ def planned(path: Path | str, words: str = "") -> Request:
 def _environment(monkeypatch: Any, no_launcher: None) -> None:
     """Nothing was launched, no host name is resolved outside, and `FIRST` is another machine's address."""
     pretend_network(monkeypatch, [ELSEWHERE])
-    for name in ("NODE_RANK", "SLURM_NODEID", *map(timeout_variable, TIMEOUTS)):
+    for name in ("NODE_RANK", "SLURM_NODEID", *map(environment.timeout_variable, TIMEOUTS)):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -237,7 +221,7 @@ def test_plan_of_each_shipped_file(path: Path, tmp_path: Path, monkeypatch: Any)
     assert (request.machines.count, request.machines.rank) == (machines, machines - 1)
     assert request.processes == (16 if machines == 2 else 1 if path.stem == "single" else 2)
     strategy = path.stem.removeprefix("2node").removeprefix("_")
-    env = accelerate_environment(request)
+    env = launch_options.accelerate_environment(request)
     file = f"ds_configs/{strategy}.json" if strategy.startswith("zero") else None
     assert env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") == file
     assert ("ACCELERATE_USE_DEEPSPEED" in env) == bool(file)
@@ -251,7 +235,7 @@ def test_plan_of_each_shipped_file(path: Path, tmp_path: Path, monkeypatch: Any)
 def test_default_processes(kind: str, machines: int, processes: int, monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
     options, config = split_arguments([])[0], {"distributed_type": kind}
-    assert count_processes(options, config, Path("mine.yaml"), machines) == processes
+    assert launch_options.count_processes(options, config, Path("mine.yaml"), machines) == processes
 
 
 @pytest.mark.parametrize(
@@ -323,7 +307,7 @@ def test_what_would_have_no_effect(
 
 @pytest.mark.parametrize("option", TIMEOUTS)
 def test_timeouts_reach_the_processes(option: str) -> None:
-    assert timeout_seconds(option) == TIMEOUTS[option]
+    assert environment.timeout_seconds(option) == TIMEOUTS[option]
     words = [RECIPE, f"--{option}", "77", "--seed", "3"]
     assert take_options(words) == ([RECIPE, "--seed", "3"], None)
-    assert timeout_seconds(option) == 77
+    assert environment.timeout_seconds(option) == 77

@@ -13,14 +13,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 from safetensors.torch import load_file
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    BertConfig,
-    BertModel,
-    BigBirdConfig,
-    BigBirdModel,
-)
+from transformers import AutoConfig, BertConfig, BertModel, BigBirdConfig, BigBirdModel
+from transformers import AutoModelForSequenceClassification as Classifier
 
 from tests.faults import refusal
 from tests.matrix import REVIEWS, runs
@@ -39,7 +33,7 @@ from toolkit.training.zero import _refuse_unusable, _set_config
 def tiny(model_type: str) -> Any:
     sizes = FAMILIES.get(model_type, SIZES)
     config = AutoConfig.for_model(model_type, max_position_embeddings=40, num_labels=3, **sizes)
-    return AutoModelForSequenceClassification.from_config(config)
+    return Classifier.from_config(config)
 
 
 def by_name(model: torch.nn.Module, key: str = "weight_decay", **options: Any) -> dict[str, float]:
