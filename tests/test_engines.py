@@ -19,7 +19,6 @@ def test_an_engine(engine: str, sharp_model: Path, tmp_path: Path, no_launcher: 
     pytest.importorskip(engine)
     if engine == "pyspark" and not shutil.which("java"):
         pytest.skip("java is not installed")
-    (tmp_path / "model").mkdir()
     labels = Labels("single_label_classification", ("a", "b", "c"), ("label",))
     model = classifier(sharp_model, tmp_path / "model", labels)
     texts = ("good film", 'a "dull" book, very bad', "the room\nand the price", "not good")

@@ -45,9 +45,7 @@ PREDICT = ["toolkit", "predict", ".", "rows.csv"]
 COMMANDS: dict[str, list[str]] = {
     "convert": ["toolkit", "convert", ".", "OUT"],
     "predict, zero2": [*PREDICT, *ZERO2],
-    "predict": PREDICT,
     "recipe, zero2": [*RECIPE, *ZERO2],
-    "recipe, ddp": [*RECIPE, *DDP],
     "sweep": ["toolkit", "sweep", *RECIPE, "--seeds", "2"],
     "verify": ["toolkit", "verify", *RECIPE, *DDP, "--max_steps", "2"],
     "to-bigbird": ["toolkit", "to-bigbird", ".", "OUT"],

@@ -10,7 +10,7 @@ import pandas
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests import inputs
 from tests.matrix import JOBS, KINDS, TECHNIQUES, JobError, classifier, runs
@@ -137,10 +137,8 @@ def probabilities(model: torch.nn.Module, run: Path) -> tuple[torch.Tensor, torc
 
 
 def test_what_lora_saves() -> None:
-    """A folder without peft, in which only what LoRA trained differs from the base model."""
+    """Only what LoRA trained differs from the base model."""
     run = runs("single")["lora best step"]
-    answer = pipeline("text-classification", model=str(run / "model"))("a fine film")
-    assert answer[0]["label"] in ("neg", "pos")
     assert [path.name for path in run.glob(".*")] == [".lock"]  # no drafts
     before = load_file(inputs.tiny_model() / "model.safetensors")
     after = load_file(run / "model" / "model.safetensors")

@@ -24,9 +24,8 @@ SCRIPT = "recipes/cls.py"
 SETTINGS = [*REVIEWS, "--dropout", 0.1, "--per_device_batch_size", 6, "--eval_every", 100_000]
 PYTHON, TORCHRUN = [sys.executable, SCRIPT], ["torchrun", "--nproc_per_node", "2", SCRIPT]
 ACCELERATE, DEEPSPEED = ["accelerate", "launch", SCRIPT], ["deepspeed", "--num_gpus", "2", SCRIPT]
-ONE, DDP, ZERO3 = (
-    ["--config_file", f"accelerate_configs/{name}.yaml"] for name in ("single", "ddp", "zero3")
-)
+DDP, ZERO3 = runs.WAYS["ddp x2"], runs.WAYS["zero3 x2"]
+ONE = ["--config_file", "accelerate_configs/single.yaml"]
 # name -> (words before the settings, words after them, signal, whether to the whole process group,
 # exit code: other launchers have their own)
 CASES: dict[str, tuple[list[str], list[str], signal.Signals, bool, int]] = {

@@ -13,15 +13,12 @@ import psutil
 import pytest
 
 from tests.matrix import REVIEWS, runs
-from tests.runs import Finished, begin, failed, fork, losses_of, recipe, slow_but, start
+from tests.runs import WAYS, Finished, begin, failed, fork, losses_of, recipe, slow_but, start
 
 SCRIPT = "recipes/cls.py"
 SETTINGS = [*REVIEWS, "--max_steps", 3, "--per_device_batch_size", 4]
 TORCHRUN = ["torchrun", "--nproc_per_node", "2", SCRIPT]
-ZERO1, ZERO2, ZERO3, DDP = (
-    ["--config_file", f"accelerate_configs/{name}.yaml"]
-    for name in ("zero1", "zero2", "zero3", "ddp")
-)
+ZERO1, ZERO2, ZERO3, DDP = (WAYS[f"{name} x2"] for name in ("zero1", "zero2", "zero3", "ddp"))
 STAGE_3 = ["--deepspeed_config", "ds_configs/zero3.json"]
 # name -> (the words before the settings, processes, stage of ZeRO)
 COMMANDS: dict[str, tuple[list[str], int, int]] = {

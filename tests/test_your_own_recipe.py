@@ -111,14 +111,6 @@ def test_a_custom_model_is_loaded_as_the_page_says() -> None:
     refusal(toolkit.predict, folder, ["a"], says=["load_state_dict"])
 
 
-def test_a_logged_number_is_the_mean_over_the_global_batch() -> None:
-    """Of 22 samples, or of the last ones of an epoch."""
-    for line in lines_of(single("logged") / "metrics.jsonl"):
-        right = line["accuracy"] * line["samples"]
-        assert right == pytest.approx(round(right), abs=1e-4)
-        assert 0 < right < line["samples"]
-
-
 def test_a_parameter_of_the_loss_is_trained_and_saved() -> None:
     run = single("learned")
     weights = weights_of(run)

@@ -56,7 +56,6 @@ def test_only_an_unexplained_failure_is_a_traceback() -> None:
         ("sys.exit('error: no')", 1, "error: no\n"),
         ("launch.set_exit_signal(15)", 143, ""),
         ("sys.exit(3)", 3, ""),
-        ("sys.exit()", 0, ""),
     ],
 )
 def test_one_line_and_exit_code(body: str, code: int, line: str) -> None:

@@ -14,7 +14,7 @@ from tests.faults import refusal
 from tests.runs import free_port
 from toolkit.launch import network
 from toolkit.launch.machines import PLACEHOLDER, Machines, find_machines
-from toolkit.launch.network import address_to_serve, connect_store, is_this_machine
+from toolkit.launch.network import address_to_serve, connect_store
 
 FIRST, SECOND, ELSEWHERE = "10.0.0.1", "10.0.0.2", "10.9.9.9"
 
@@ -83,12 +83,6 @@ def test_source_of_the_rank(
 )
 def test_unclear_machines(options: Any, env: Any, config: Any, says: list[str]) -> None:
     refusal(find, options, env, says=says, **config)
-
-
-def test_is_this_machine(monkeypatch: Any) -> None:
-    pretend_network(monkeypatch, [FIRST], gpu1=FIRST, gpu2=SECOND, me="127.0.1.1")
-    assert all(map(is_this_machine, (FIRST, "localhost", "gpu1", "me")))
-    assert not any(map(is_this_machine, (SECOND, "gpu2", "nobody", "")))
 
 
 def test_address_to_serve(monkeypatch: Any) -> None:

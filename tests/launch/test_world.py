@@ -160,7 +160,6 @@ def test_a_gpu(capability: tuple[int, int], chosen: str, monkeypatch: Any) -> No
         (AMD, ["avx512_bf16"], "bf16"),  # 2.1 times as fast as fp32
         (XEON, ["avx512_bf16", "amx_bf16"], "bf16"),
         (XEON, ["avx512_bf16"], "no"),  # 1.4 times as slow
-        (AMD, ["avx2"], "no"),
     ],
 )
 def test_a_cpu(name: str, able: list[str], chosen: str, monkeypatch: Any) -> None:

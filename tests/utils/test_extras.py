@@ -4,10 +4,12 @@ import os
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.runs import CLASSIFIER, ROOT, Finished, fork
+from tests import inputs
+from tests.runs import CLASSIFIER, ROOT, Finished, fork, words_of
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -28,7 +30,7 @@ NEEDS = {
 DOES_WITHOUT = {"report", "tensorboard"}
 
 
-def without_extras(*words: str | Path) -> Finished:
+def without_extras(*words: Any) -> Finished:
     """Runs a Python program that finds no package of any extra."""
     hidden = ",".join(name.replace("-", "_") for name in PACKAGES)
     path = f"{ROOT / 'tests' / 'without'}{os.pathsep}{ROOT}"
@@ -37,17 +39,13 @@ def without_extras(*words: str | Path) -> Finished:
         return process.finish(120)
 
 
-def job(tiny_model: Path, reviews: Path) -> list[str]:
-    files = ["--model_name_or_path", str(tiny_model), "--train_file", str(reviews)]
-    return [*files, "--max_steps", "2"]
+JOB = ["--model_name_or_path", inputs.tiny_model, "--train_file", inputs.reviews, "--max_steps", 2]
 
 
 @pytest.fixture(scope="module")
-def run_folder(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path
-) -> tuple[Path, Finished]:
+def run_folder(tmp_path_factory: Any) -> tuple[Path, Finished]:
     folder = tmp_path_factory.mktemp("extras") / "run"
-    words = [*job(tiny_model, reviews), "--checkpoint_every", "1", "--output_dir", folder]
+    words = [*JOB, "--checkpoint_every", 1, "--output_dir", folder]
     return folder, without_extras("recipes/cls.py", *words).succeeded()
 
 
@@ -67,11 +65,13 @@ def test_a_run_without_any_extra(run_folder: tuple[Path, Finished], tmp_path: Pa
 
 
 @pytest.mark.parametrize("case", NEEDS)
-def test_error_names_the_missing_extra(
-    case: str, run_folder: tuple[Path, Finished], tiny_model: Path, reviews: Path, tmp_path: Path
-) -> None:
-    values = {"job": " ".join(job(tiny_model, reviews)), "reviews": reviews, "model": tiny_model,
-              "run": run_folder[0], "out": tmp_path / "out"}  # fmt: skip
+def test_error_names_the_missing_extra(case: str, run_folder: Any, tmp_path: Path) -> None:
+    values = {
+        "job": " ".join(words_of(JOB)),
+        "reviews": inputs.reviews(),
+        "model": inputs.tiny_model(),
+    }
+    values |= {"run": run_folder[0], "out": tmp_path / "out"}
     extra, _, package = case.partition(": ")
     finished = without_extras(*NEEDS[case].format(**values).split())
     finished.says_in_one_line(f"'finetune-toolkit[{extra}]'", package)
