@@ -1,9 +1,7 @@
-"""Runs recipes several times in one group of processes, since starting processes is slow.
+"""Runs recipes several times in one group of processes. Tests call `run_jobs`; those of tests/matrix.py share processes
+with other files.
 
-    python tests/jobs_worker.py JOBS.json [--config_file ...]
-
-JOBS.json is a list of lists: a module with a `main`, and its arguments. Tests call `run_jobs`; those of tests/matrix.py
-share processes with other files.
+    python tests/jobs_worker.py JOBS.json [--config_file ...]     a list of lists: a module with a `main`, its arguments
 """
 
 import importlib

@@ -129,5 +129,4 @@ def test_predict_answers_for_texts_and_lines_of_a_file(tmp_path: Path, toolkit_c
     assert sorted(toolkit_cache.glob("tokens/*")) == cached  # what was typed is not cached
     start(["toolkit", "predict", numbers, file, "--overwrite"]).succeeded()
     assert list(pd.read_csv(answers))[1:] == ["prediction_length", "prediction_good"]
-    both = start(["toolkit", "predict", model, file, "--text", "a"])
-    both.says_in_one_line("--text", "FILE")
+    start(["toolkit", "predict", model, file, "--text", "a"]).says_in_one_line("--text", "FILE")

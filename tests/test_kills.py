@@ -53,12 +53,8 @@ def kill(target: str, launcher: int, chance: random.Random) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             if child.name().startswith("python") and not child.children():
                 workers.append(child)
-    victims = {
-        "one rank": [chance.choice(workers)],
-        "all ranks": workers,
-        "the launcher": [psutil.Process(launcher)],
-    }[target]
-    for victim in victims:
+    one, top = chance.choice(workers), psutil.Process(launcher)
+    for victim in {"one rank": [one], "all ranks": workers, "the launcher": [top]}[target]:
         with contextlib.suppress(psutil.Error):
             victim.kill()
     _, alive = psutil.wait_procs(below, timeout=30)

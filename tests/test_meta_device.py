@@ -1,12 +1,11 @@
 """Steps leave no tensor on the CPU and do not synchronize: checked on torch's `meta` device, without a GPU.
 
-As a script it runs recipes on the device: steps, a log line, an evaluation's first batch.
-
     python tests/test_meta_device.py JOBS.json NOTES.json
 
-JOBS.json: name -> [module, words...]. NOTES.json: name -> {"error": traceback, "computing": [...], "evaluating":
-[...]}, the operators in each part that mix tensors of the CPU and the device, or copy numbers to the device. What
-synchronizes with a GPU (`.item()`, `.cpu()`, `bool()`, `nonzero`) raises on `meta`.
+runs recipes on the device: steps, a log line, an evaluation's first batch. JOBS.json: name -> [module, words...].
+NOTES.json: name -> {"error": traceback, "computing": [...], "evaluating": [...]}, the operators in each part that mix
+tensors of the CPU and the device, or copy numbers to the device. What synchronizes with a GPU (`.item()`, `.cpu()`,
+`bool()`, `nonzero`) raises on `meta`.
 """
 
 import importlib
