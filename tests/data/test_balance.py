@@ -52,20 +52,11 @@ def test_weights_of_classes() -> None:
     train = weighed(CLASSES, class_weights="rare=7.5, some = 0.5").train
     weights = [train.weights[train.labels == place][0] for place in (0, 1, 3)]
     assert weights == [1, 7.5, 0.5]
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("rara=2", r"rara=2: there is no class 'rara' \(did you mean rare\?\): there are often, "),
-        ("rare=0", "a number above 0"),
-        ("rare=nan", "a number above 0"),
-        ("rare=x", "a number above 0"),
-        ("even", "there is no class ''"),
-    ],
-)
-def test_weights_that_cannot_be_meant(given: str, said: str) -> None:
-    refusal(weighed, CLASSES, class_weights=given, match=said)
+    for wrong in ("rare=0", "rare=nan", "rare=x"):
+        refusal(weighed, CLASSES, class_weights=wrong, match="a number above 0")
+    refusal(weighed, CLASSES, class_weights="even", match="there is no class ''")
+    match = r"rara=2: there is no class 'rara' \(did you mean rare\?\): there are often, "
+    refusal(weighed, CLASSES, class_weights="rara=2", match=match)
 
 
 @pytest.mark.parametrize(
@@ -81,19 +72,12 @@ def test_sampling_draws_classes_as_asked(sampling: str, shares: list[float]) -> 
     assert data.validation.sampling_probabilities is None
 
 
-@pytest.mark.parametrize(
-    ("labels", "setting", "expected"),
-    [
-        (FLAGS, "balanced", [50 / 150, 192 / 8, 1, 1]),
-        (np.ones_like(FLAGS), "balanced", [1] * 4),
-        (FLAGS, "rare=9", [1, 9, 1, 1]),
-    ],
-)
-def test_positive_weights_are_negatives_over_positives(
-    labels: np.ndarray, setting: str, expected: list[float]
-) -> None:
-    data = weighed(labels, MULTI, pos_weight=setting)
-    assert data.pos_weight.tolist() == pytest.approx(expected)
+def test_positive_weights_are_negatives_over_positives() -> None:
+    data = weighed(FLAGS, MULTI, pos_weight="balanced")
+    assert data.pos_weight.tolist() == pytest.approx([50 / 150, 192 / 8, 1, 1])
+    everywhere = weighed(np.ones_like(FLAGS), MULTI, pos_weight="balanced")
+    assert everywhere.pos_weight.tolist() == [1] * 4
+    assert weighed(FLAGS, MULTI, pos_weight="rare=9").pos_weight.tolist() == [1, 9, 1, 1]
 
 
 @pytest.mark.parametrize(

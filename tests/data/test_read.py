@@ -66,28 +66,26 @@ def test_encodings(write_rows: WriteRows, kind: str) -> None:
     assert f"{gbk}, line {line}: not utf-8" in fault
     assert "pass --encoding gb18030" in fault
     assert "pass --encoding gb18030" in fault_of(gbk, encoding="gb2312")
-    assert read_file(gbk, encoding="gb18030").rows.to_list() == rows
-    utf8 = write_rows(f"b.{kind}", rows)
-    assert "pass --encoding utf-8" in fault_of(utf8, encoding="gb18030")
-    marked = write_rows(f"c.{kind}", rows, "utf-8-sig")
-    assert read_file(marked).rows.column_names == ["text", "label"]
+    assert "--encoding gbk8" in fault_of(gbk, encoding="gbk8")
+    marked = write_rows(f"b.{kind}", rows, "utf-8-sig")
     assert "byte order mark" in fault_of(marked, encoding="gb18030")
-    wide = write_rows(f"d.{kind}", rows, "utf-16")
+    wide = write_rows(f"c.{kind}", rows, "utf-16")
     assert "--encoding utf-16" in fault_of(wide)
-    assert read_file(wide, encoding="utf-16").rows.to_list() == rows
-    assert "--encoding gbk8" in fault_of(wide, encoding="gbk8")
+    for path, encoding in ((gbk, "gb18030"), (marked, "utf-8"), (wide, "utf-16")):
+        assert read_file(path, encoding=encoding).rows.to_list() == rows
+    plain = write_rows(f"d.{kind}", rows)
+    assert "pass --encoding utf-8" in fault_of(plain, encoding="gb18030")
 
 
 def test_what_is_no_file_to_read(tmp_path: Path) -> None:
-    (tmp_path / "reviews.csv").touch()
     (tmp_path / "folder.csv").mkdir()
+    path = write(tmp_path / "reviews.csv", "text\na\n")
     assert "(did you mean reviews.csv" in fault_of(str(tmp_path / "review.csv"))
     assert "is no file" in fault_of(str(tmp_path / "folder.csv"))
     assert "no file has such a name" in fault_of(str(tmp_path / "x-*.csv"))
     for name in ("a.md", "a", "b.csv.zip", "a.xlsx", "a.gz"):
         fault = fault_of(write(tmp_path / name, "text,label\na,1\n"))
         assert all(f".{kind}" in fault for kind in FORMATS)
-    path = write(tmp_path / "a.csv", "text\na\n")
     assert "--delimiter " in fault_of(path, delimiter="||")
 
 
@@ -142,7 +140,6 @@ def quoted(opening: str, closing: str) -> str:
     ("closing", "expected"),
     [
         ('the film " was good,1', "line 42: a double quote that begins a cell is not closed"),
-        ('said "yes",1', "line 42: a double quote that begins a cell is not closed"),
         ("none at all,1", "line 42: a double quote that begins a cell is not closed"),
         # valid CSV, but for the labels within
         ('a screen of 5",0', "row 41: a double quote that begins a cell takes in 129 rows"),
@@ -194,15 +191,15 @@ def test_a_pattern_reads_all_its_files_in_natural_order(
 ) -> None:
     rows = [{"text": f"text {number}", "label": str(number % 2)} for number in range(40)]
     for place in range(10):
-        write_rows(f"part-{place}.csv", rows[4 * place : 4 * place + 4])
-    whole = read_file(str(tmp_path / "part-*.csv"))
+        write_rows(f"part-{place + 1}.csv", rows[4 * place : 4 * place + 4])
+    pattern = str(tmp_path / "part-*.csv")
+    whole = read_file(pattern)
     assert whole.rows.to_list() == rows
-    assert whole.where(9) == f"{tmp_path / 'part-2.csv'}, row 2"
-    assert "part-2.csv, row 2" in whole.listing([9])
-    write_rows("part-10.csv", [{"text": "a", "other": "b"}])
-    assert "part-10.csv has the columns text, other" in refusal(
-        lambda: read_file(str(tmp_path / "part-*.csv")).rows
-    )
+    assert whole.where(9) == f"{tmp_path / 'part-3.csv'}, row 2"
+    assert "part-3.csv, row 2" in whole.listing([9])
+    write_rows("part-11.csv", [{"text": "a", "other": "b"}])
+    says = ["part-11.csv has the columns text, other"]
+    refusal(lambda: read_file(pattern).rows, says=says)
 
 
 def test_the_digest_changes_with_the_content_and_how_it_is_read(write_rows: WriteRows) -> None:
@@ -214,14 +211,14 @@ def test_the_digest_changes_with_the_content_and_how_it_is_read(write_rows: Writ
 
 
 def test_a_folder_is_read_again_when_its_content_changes(tmp_path: Path) -> None:
-    digests = []
+    digests = set()
     path = tmp_path / "data" / "train.jsonl"
     path.parent.mkdir()
     for text in ("a", "b"):
         path.write_text(json.dumps({"text": text}))
         os.utime(path, (1, 1))
-        tables = read_hub(str(path.parent))
-        assert list(tables["train"].rows["text"]) == [text]
-        digests.append(tables["train"].digest)
-    assert digests[0] != digests[1]
+        table = read_hub(str(path.parent))["train"]
+        assert list(table.rows["text"]) == [text]
+        digests.add(table.digest)
+    assert len(digests) == 2
     refusal(read_hub, str(tmp_path / "nothing"), match="HF_HUB_OFFLINE")

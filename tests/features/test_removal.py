@@ -24,10 +24,9 @@ def test_without_it_the_core_works(
         (folder / name).mkdir()
         (folder / name / "__init__.py").touch()
         page = (ROOT / "docs" / "your-own-feature.md").read_text(encoding="utf-8")
-        (folder / name / "feature.py").write_text(
-            page.split("```python\n")[1].split("```")[0], encoding="utf-8"
-        )
-    if name == "all":
+        code = page.split("```python\n")[1].split("```")[0]
+        (folder / name / "feature.py").write_text(code, encoding="utf-8")
+    else:
         for feature in filter(Path.is_dir, folder.iterdir()):
             shutil.rmtree(feature)
     recipe(tmp_path, tiny_model, reviews, script="tests/features/removal_worker.py", pages=True, imported=LIBRARIES,

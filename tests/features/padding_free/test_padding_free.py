@@ -84,12 +84,7 @@ def reference_kernel(
 @pytest.mark.parametrize("kind", ["padded in attention", "varlen_attn"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_and_gradients_are_equal(
-    name: str,
-    kind: str,
-    on_gpu: bool,
-    load: Models,
-    accelerator: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, kind: str, on_gpu: bool, load: Models, accelerator: Any, monkeypatch: Any
 ) -> None:
     classifier, tokenizer = load(name)
     padded, packed = collators_of(tokenizer)
@@ -142,22 +137,16 @@ def test_a_row(tokenizer: Any) -> None:
         assert tokens <= round_up(tokens) <= tokens * 9 / 8
 
 
-@pytest.mark.parametrize("name", ["DeBERTa-v3", "ALBERT", "BigBird", "Qwen3"])
-def test_unsupported_models_are_refused(name: str, load: Models, accelerator: Any) -> None:
-    classifier, tokenizer = load(name)
+def test_unsupported_models_are_refused(load: Models, accelerator: Any) -> None:
+    fine, tokenizer = load("BERT")
     _, packed = collators_of(tokenizer)
-    says = ["--padding_free", type(classifier).__name__]
-    refusal(packed.prepare_model, accelerator, classifier, says=says)
-
-
-def test_other_heads_and_attentions_are_refused(load: Models, accelerator: Any) -> None:
-    modern, tokenizer = load("ModernBERT")
-    _, packed = collators_of(tokenizer)
-    modern.config.classifier_pooling = "mean"
     eager, _ = load("BERT", attn_implementation="eager")
-    for model, says in ((modern, "logits"), (torch.nn.Linear(2, 2), "Linear"), (eager, "'eager'")):
+    pooled, _ = load("ModernBERT")
+    pooled.config.classifier_pooling = "mean"
+    refused = [(load(name)[0], "For") for name in ("DeBERTa-v3", "ALBERT", "BigBird", "Qwen3")]
+    refused += [(pooled, "logits"), (torch.nn.Linear(2, 2), "Linear"), (eager, "'eager'")]
+    for model, says in refused:
         refusal(packed.prepare_model, accelerator, model, says=["--padding_free", says])
-    fine, _ = load("BERT")
     inputs = packed(np.arange(7)).inputs
     with pytest.raises(AttributeError, match="Packed"):  # not prepared
         fine(**inputs)

@@ -58,16 +58,11 @@ def test_the_run_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for folder, models in names.items():
         monkeypatch.chdir(tmp_path / folder)
         assert [training_run(model)["settings"] for model in models] == [{"seed": 3}] * len(models)
-    monkeypatch.chdir(tmp_path / "run")
     assert training_run("a-name-of-the-hub")["settings"] == {}
 
 
 def test_an_evaluation_of_pairs(
-    sharp_model: Path,
-    tmp_path: Path,
-    no_launcher: None,
-    toolkit_cache: Path,
-    capsys: pytest.CaptureFixture[str],
+    sharp_model: Path, tmp_path: Path, no_launcher: None, toolkit_cache: Path, capsys: Any
 ) -> None:
     """A pair with one empty text is named; what exists is not overwritten; the pair of the training
     file is read."""

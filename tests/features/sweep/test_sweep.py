@@ -1,11 +1,10 @@
 """`toolkit sweep`: trials run, are compared, and continued after a stop."""
 
 import json
-import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from filelock import FileLock
 
 from tests.faults import refusal
-from tests.runs import ROOT, begin, lines_of, start, wait_for_steps
+from tests.runs import ROOT, begin, lines_of, slow_but, start, wait_for_steps
 from toolkit import cli
 from toolkit.features.sweep import command as sweep
 
@@ -62,20 +61,18 @@ def recipe(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run_sweep(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Sweep:
+def run_sweep(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Sweep]:
     """Sweeps `recipe` in this process; returns what it printed."""
 
     def run(*words: Any) -> str:
         arguments = ["sweep", recipe, "--output_dir", tmp_path / "sweep", *words]
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            sweep.run(*cli.build_parser().parse_known_args(list(map(str, arguments))))
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        sweep.run(*cli.build_parser().parse_known_args(list(map(str, arguments))))
         return capsys.readouterr().out
 
-    return run
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield run
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def values_of(tmp_path: Path) -> list[float]:
@@ -137,11 +134,9 @@ def test_the_run_of_another_command_is_not_taken_for_this_one(
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [
-        (signal.SIGINT, 130),
-        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow),
-    ],
+    slow_but(
+        [(signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGKILL, -9)], (signal.SIGINT, 130)
+    ),
 )
 def test_a_stopped_sweep_continues(
     number: int, code: int, recipe: Path, tmp_path: Path, run_sweep: Sweep
@@ -151,7 +146,7 @@ def test_a_stopped_sweep_continues(
     command = [sys.executable, "-m", "toolkit", "sweep", recipe]
     process = begin([*command, "--output_dir", tmp_path / "sweep", *words])
     wait_for_steps(run)
-    os.kill(process.pid, number)
+    process.send_signal(number)
     done = process.finish(30)
     assert done.code == code, done.err
     until = time.monotonic() + 20  # the child of a killed sweep gets a stop signal

@@ -26,63 +26,57 @@ def prepared(prepared: Callable[..., Any]) -> Callable[..., Data]:
     return partial(prepared, kind=TitleSettings)
 
 
-UNCLEAR = "which column is the title"
-
-
 @pytest.mark.parametrize(
     ("columns", "settings", "expected"),
     [
-        (["text", "title"], {}, ("text", "title")),
-        (["article", "highlights"], {}, ("article", "highlights")),
-        (["正文", "标题"], {}, ("正文", "标题")),
-        (["text", "Headline"], {}, ("text", "Headline")),
-        (["headline", "title", "text"], {}, ("text", "title")),  # `title` before `headline`
-        (["text", "title", "lead"], {"title_column": "lead"}, ("text", "lead")),
-        (["lead", "text", "title"], {"text_column": "lead,text"}, ("lead,text", "title")),
-        (["title,text", "title"], {"text_column": "title,text"}, ("title,text", "title")),
+        ("text title", {}, ("text", "title")),
+        ("article highlights", {}, ("article", "highlights")),
+        ("正文 标题", {}, ("正文", "标题")),
+        ("text Headline", {}, ("text", "Headline")),
+        ("headline title text", {}, ("text", "title")),  # `title` before `headline`
+        ("text title lead", {"title_column": "lead"}, ("text", "lead")),
+        ("lead text title", {"text_column": "lead,text"}, ("lead,text", "title")),
+        ("title,text title", {"text_column": "title,text"}, ("title,text", "title")),
         (
-            ["text", "lead", "body"],
+            "text lead body",
             {},
-            ["which column is the title", "lead, body", "--title_column"],
+            "which column is the title? name one of lead, body with --title_column",
         ),
-        (["text"], {}, ["which column is the title", "no other than the text"]),
-        (
-            ["text", "title"],
-            {"title_column": "titel"},
-            ["no column 'titel'", "did you mean title?"],
-        ),
-        (
-            ["text", "a", "b"],
-            {"title_column": "a,b"},
-            ["--title_column a,b: name one"],
-        ),
-        (["text", "title"], {"title_column": "text"}, ["column text is to be read and predicted"]),
-        (["title"], {"text_column": "title"}, ["column title is to be read and predicted"]),
+        ("text", {}, "which column is the title? there is no other than the text"),
+        ("text title", {"title_column": "titel"}, "no column 'titel' (did you mean title?"),
+        ("text a b", {"title_column": "a,b"}, "--title_column a,b: name one"),
+        ("text title", {"title_column": "text"}, "column text is to be read and predicted"),
     ],
 )
 def test_the_column_of_titles(
-    prepared: Prepare, columns: list[str], settings: dict[str, Any], expected: Any
+    prepared: Prepare, columns: str, settings: dict[str, Any], expected: Any
 ) -> None:
-    rows = [dict.fromkeys(columns, f"film {number}") for number in range(4)]
-    if isinstance(expected, tuple):
+    rows = [dict.fromkeys(columns.split(), f"film {number}") for number in range(4)]
+    if isinstance(expected, str):
+        refusal(prepared, rows, **settings, says=[expected])
+    else:
         data = prepared(rows, **settings)
         assert (data.text_column, data.targets) == (expected[0], Titles(expected[1], 32))
-    else:
-        refusal(prepared, rows, **settings, says=expected)
 
 
 def test_rows_and_files_without_a_title_are_named(prepared: Prepare) -> None:
+    """A test split without any is left out with a note."""
     titles = ("film", "", "film", " \n\t", None)
     rows = [row | {"title": title} for row, title in zip(news(5), titles, strict=True)]
-    message = "the title in column 'title' is empty in 3 of 5 rows (rows 2, 4, 5)"
-    says = ["validation_file.jsonl", message, "--drop_empty_text"]
+    says = ["validation_file.jsonl", "empty in 3 of 5 rows (rows 2, 4, 5)", "--drop_empty_text"]
     refusal(prepared, news(3), validation_file=rows, says=says)
     others = [{"text": "a", "headline": "b"}]
-    message = "validation_file.jsonl has no column 'title': it has text, headline"
-    refusal(prepared, news(4), validation_file=others, says=[message])
-    empty = [row | {"title": " "} for row in news(3)]
+    says = ["validation_file.jsonl has no column 'title': it has text, headline"]
+    refusal(prepared, news(4), validation_file=others, says=says)
+    bare = [row | {"title": " "} for row in news(3)]
     says = ["train_file.jsonl", "every title in column 'title' is empty", "--title_column"]
-    refusal(prepared, empty, validation_file=news(3), drop_empty_text=True, says=says)
+    refusal(prepared, bare, validation_file=news(3), drop_empty_text=True, says=says)
+    data = prepared(news(4), validation_file=news(2), test_file=bare)
+    assert data.test is None
+    assert [note for note in data.notes if note.startswith("test ") and "left out" in note]
+    says = ["test_file.jsonl: the title in column 'title' is empty in 2 of 3 rows (rows 1, 2)"]
+    some = [*bare[:2], news(3)[2]]
+    refusal(prepared, news(4), validation_file=news(2), test_file=some, says=says)
 
 
 def test_rows_without_a_title_are_left_out_when_asked(prepared: Prepare) -> None:
@@ -111,16 +105,6 @@ def test_tokens_of_titles(prepared: Prepare, tokenizer: Any, max_length: int) ->
             assert split.loss_denominators()[index] == len(title) - 1 <= max_length
             assert split.tokens(index).tolist() == tokenizer(row["text"])["input_ids"]
     assert data.targets == Titles("title", max_length)
-
-
-def test_a_test_split_without_titles_is_left_out_with_a_note(prepared: Prepare) -> None:
-    bare = [row | {"title": place % 2 * " " or None} for place, row in enumerate(news(3))]
-    data = prepared(news(4), validation_file=news(2), test_file=bare)
-    assert data.test is None
-    assert [note for note in data.notes if note.startswith("test ") and "left out" in note]
-    some = [*bare[:2], news(3)[2]]
-    message = "test_file.jsonl: the title in column 'title' is empty in 2 of 3 rows (rows 1, 2)"
-    refusal(prepared, news(4), validation_file=news(2), test_file=some, says=[message])
 
 
 @pytest.mark.parametrize("settings", [{"title_column": "lead"}, {"max_target_length": 3}])

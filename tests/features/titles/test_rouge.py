@@ -56,20 +56,14 @@ def test_chinese_titles_score_as_in_rouge_chinese(segmenter: str, cut: Any) -> N
         ("the the", "the cat", "word", (1 / 2, 0, 1 / 2)),
         # the order matters to LCS only
         ("b a", "a b", "word", (1, 0, 1 / 2)),
-        # 华 为 发 布 新 手 机 | 华 为 手 机: 4 of 7 and 4; 华为 手机 of 6 and 3; LCS 4
-        ("华为发布新手机", "华为手机", "char", (8 / 11, 4 / 9, 8 / 11)),
-        # 今天 的 新闻 | 今天 新闻
-        ("今天的新闻", "今天，新闻", "jieba", (4 / 5, 0, 4 / 5)),
         # mate60 and 3.5 are words
         ("Mate60 售 3.5", "mate60 3.5", "char", (4 / 5, 0, 4 / 5)),
         # full-width is the same
-        ("２０２４年！", "2024 年", "char", (1, 1, 1)),
-        ("２０２４年Ｔ恤", "2024年t恤", "jieba", (1, 1, 1)),
+        ("２０２４年Ｔ恤！", "2024年t恤", "jieba", (1, 1, 1)),
         # numbers and marks
         ("涨50%，到3.5亿", "涨 50%", "jieba", (4 / 7, 2 / 5, 4 / 7)),
         ("《》——……😀", "a", "char", (0, 0, 0)),
         ("", "a b", "word", (0, 0, 0)),
-        ("a", "", "jieba", (0, 0, 0)),
     ],
 )
 def test_counted_by_hand(
@@ -79,19 +73,15 @@ def test_counted_by_hand(
     assert scores == pytest.approx(dict(zip(rouge.KINDS, expected, strict=True)))
 
 
-@pytest.mark.parametrize(
-    ("references", "segmenter"),
-    [
-        (["Ink helps drive democracy in Asia"], "word"),
+def test_auto_goes_by_the_references() -> None:
+    for references, segmenter in (
+        (["Ink helps drive democracy in Asia", "the character 好 means good"], "word"),
         (["Apple 发布 iPhone 新品", "华为手机"], "jieba"),
-        (["the character 好 means good"], "word"),
         (["새 휴대폰 발표"], "char"),
         (["Новый телефон"], "char"),
         (["Le président élu à Paris hier"], "word"),
         (["", "2024 !"], "word"),
-    ],
-)
-def test_auto_goes_by_the_references(references: list[str], segmenter: str) -> None:
-    assert rouge.resolve("auto", references) == segmenter
-    assert rouge.resolve("char", references) == "char"
-    assert title_metrics(references, references)["rouge_segmenter"] == segmenter
+    ):
+        assert rouge.resolve("auto", references) == segmenter
+        assert title_metrics(references, references)["rouge_segmenter"] == segmenter
+    assert rouge.resolve("char", ["a"]) == "char"
