@@ -168,23 +168,19 @@ def test_padding_samples_count_nowhere(split: Split, samples: list[int], length:
     assert batch.labels.shape == (4,)
 
 
-def gpu_widths(split: Split, longest: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of batches of this split, where the longest text of all has so many tokens."""
-    collate = Collator(split, tokenizer(), CPU)
-    collate.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
-    collate.longest = longest
-    monkeypatch.setattr(collate, "move", torch.from_numpy)
-    batches = [collate(np.array(indices)) for indices in ([1, 0], [8, 0], [11, 0], [6, 6])]
-    for batch in batches[:3]:
-        assert batch.inputs["attention_mask"].sum().item() == batch.tokens
-    equal = batches[3].inputs  # no mask, which would rule out the flash kernel
-    assert "attention_mask" not in equal  # for the model; a recipe that pools gets ones
-    assert torch.equal(equal["attention_mask"], torch.ones_like(equal["input_ids"]))
-    return [batch.inputs["input_ids"].shape[1] for batch in batches]
-
-
 def test_a_gpu_gets_widths_it_is_fast_at(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert gpu_widths(split, 99, monkeypatch) == [8, 16, 16, 7]
-    assert gpu_widths(split, 12, monkeypatch) == [8, 12, 12, 7]  # there are no more positions
-    odd = replace(split, buckets=LengthBuckets(full=9, block=3))
-    assert gpu_widths(odd, 99, monkeypatch) == [2, 9, 12, 7]
+    monkeypatch.setattr(Collator, "move", lambda _, array: torch.from_numpy(array))
+    for longest, buckets, widths in (
+        (99, None, [8, 16, 16, 7]),
+        (12, None, [8, 12, 12, 7]),  # there are no more positions
+        (99, LengthBuckets(full=9, block=3), [2, 9, 12, 7]),
+    ):
+        collate = Collator(replace(split, buckets=buckets), tokenizer(), CPU)
+        collate.device, collate.longest = SimpleNamespace(type="cuda"), longest  # type: ignore
+        batches = [collate(np.array(indices)) for indices in ([1, 0], [8, 0], [11, 0], [6, 6])]
+        assert [batch.inputs["input_ids"].shape[1] for batch in batches] == widths
+        for batch in batches[:3]:
+            assert batch.inputs["attention_mask"].sum().item() == batch.tokens
+        equal = batches[3].inputs  # no mask, which would rule out the flash kernel
+        assert "attention_mask" not in equal  # for the model; a recipe that pools gets ones
+        assert torch.equal(equal["attention_mask"], torch.ones_like(equal["input_ids"]))

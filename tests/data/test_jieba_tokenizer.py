@@ -84,9 +84,7 @@ def published(folder: Path, real_texts: list[str]) -> list[list[int]]:
     return [tokenizer(text)["input_ids"] for text in real_texts]
 
 
-def test_the_ids_are_those_of_the_published_class(
-    ours: Any, published: Any, real_texts: list[str]
-) -> None:
+def test_the_ids_of_the_published_class(ours: Any, published: Any, real_texts: list[str]) -> None:
     made = ours(real_texts)["input_ids"]
     for text, ids, theirs in zip(real_texts, made, published, strict=True):
         assert ids == theirs, repr(text)
@@ -132,9 +130,7 @@ def test_saved_and_loaded(ours: Any, ordinary: Any, tmp_path: Path, real_texts: 
 
 
 @pytest.mark.parametrize("config", [{}, {"tokenizer_class": "JiebaTokenizer"}])
-def test_a_published_folder_is_loaded(
-    folder: Path, ours: Any, tmp_path: Path, config: dict[str, str]
-) -> None:
+def test_a_published_folder_is_loaded(folder: Path, ours: Any, tmp_path: Path, config: Any) -> None:
     (tmp_path / "vocab.txt").write_bytes((folder / "vocab.txt").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "big_bird"}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -173,9 +169,8 @@ def test_it_is_silent_and_leaves_no_file(tmp_path: Path) -> None:
     assert list(temporary.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("decoded", "wanted"),
-    [
+def test_spaces_of_decoded_text(ours: Any) -> None:
+    for decoded, wanted in (
         ("华 为 发 布 mate 60 ， 售 价 3. 5 万 元 ！", "华为发布mate 60，售价3.5万元！"),
         ("他 说 “ 你 好 ” 。", "他说“你好”。"),
         ("the film ( 2019 ) is good .", "the film (2019) is good."),
@@ -184,13 +179,7 @@ def test_it_is_silent_and_leaves_no_file(tmp_path: Path) -> None:
         ("up 50 % : see [ 1 ]", "up 50%: see [1]"),
         ("a five - year plan - - 31 - 32 and c + + / d", "a five-year plan -- 31-32 and c ++ / d"),
         ("你 好 — — 北 京 网 易 ~ ~", "你好——北京网易~~"),
-    ],
-)
-def test_spaces_of_decoded_text(decoded: str, wanted: str) -> None:
-    assert without_token_spaces(decoded) == wanted
-    assert without_token_spaces(wanted) == wanted
-
-
-def test_readable_leaves_out_special_tokens(ours: Any) -> None:
+    ):
+        assert without_token_spaces(decoded) == without_token_spaces(wanted) == wanted
     ids = ours.convert_tokens_to_ids(["[CLS]", "##国", "的", "[UNK]", "喜欢", "[SEP]", "[PAD]"])
     assert readable(ours, ids) == "国的喜欢"

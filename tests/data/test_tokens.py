@@ -76,9 +76,7 @@ def test_padding_does_not_shift_the_positions_of_a_bert(tiny_model: Path, tmp_pa
         lambda tokenizer: setattr(tokenizer.backend_tokenizer, "normalizer", NFC()),
     ],
 )
-def test_the_fingerprint_changes_with_the_tokens_and_not_with_use(
-    tiny_model: Path, change: Any
-) -> None:
+def test_the_fingerprint_is_that_of_the_tokens(tiny_model: Path, change: Any) -> None:
     before, after = (AutoTokenizer.from_pretrained(tiny_model) for _ in range(2))
     fresh = tokenizers.fingerprint(before)
     before(TEXTS, truncation=True, max_length=7, padding=True)
@@ -89,22 +87,21 @@ def test_the_fingerprint_changes_with_the_tokens_and_not_with_use(
     assert fresh == tokenizers.fingerprint(before) != tokenizers.fingerprint(after)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "limit", "model", "chosen"),
-    [
+def test_choose_max_length() -> None:
+    for wanted, limit, model, chosen in (
         (None, 131, config(), 131),
         (None, 10**30, config(), 512),  # a tokenizer without a limit
         (None, 10**30, config(positions=None), 512),
         (None, 10**30, config("xlm-roberta", 514, 1), 512),
         (None, 10**30, config("camembert", 514, 1), 512),
         (None, 512, config("big_bird", 4096), 512),
-        (512, 131, config(), 512),  # more than the tokenizer's own limit, not more than the model's
+        (512, 131, config(), 512),  # the tokenizer's own limit may be too low
         (5000, 10**30, config(positions=-1), 5000),  # relative positions
-    ],
-)
-def test_choose_max_length(wanted: int | None, limit: int, model: Any, chosen: int) -> None:
-    tokenizer = SimpleNamespace(model_max_length=limit, num_special_tokens_to_add=lambda pair: 2)
-    assert tokenizers.choose_max_length(wanted, tokenizer, model) == chosen
-    if model.max_position_embeddings in (512, 514):
-        says = ["--max_length 513: the model has 512"]
-        refusal(tokenizers.choose_max_length, 513, tokenizer, model, says=says)
+    ):
+        tokenizer = SimpleNamespace(
+            model_max_length=limit, num_special_tokens_to_add=lambda pair: 2
+        )
+        assert tokenizers.choose_max_length(wanted, tokenizer, model) == chosen
+        if model.max_position_embeddings in (512, 514):
+            says = ["--max_length 513: the model has 512"]
+            refusal(tokenizers.choose_max_length, 513, tokenizer, model, says=says)

@@ -103,27 +103,23 @@ def test_metrics_become_json(score: Any, tmp_path: Path) -> None:
     assert {key: line[key] for key in metrics} == expected
 
 
-@pytest.mark.parametrize(
-    ("metric", "values", "counters", "best_step"),
-    [
+def test_the_best_evaluation() -> None:
+    for metric, values, counters, best_step in (
         ("accuracy", [0.5, 0.6, 0.6, 0.4, 0.7], [0, 0, 1, 2, 0], 5),
         ("loss", [2.0, 1.0, 1.0, math.nan, 0.5], [0, 0, 1, 2, 0], 5),
         ("pearson", [None, math.nan], [0, 1], 1),
         ("loss", [math.nan, 3.0, None], [0, 0, 1], 2),
-    ],
-)
-def test_the_best_evaluation(
-    metric: str, values: list[Any], counters: list[int], best_step: int
-) -> None:
-    best = Best(metric)
-    for step, (value, counter) in enumerate(zip(values, counters, strict=True), 1):
-        assert best.update(Evaluation("validation", {metric: value}, None), step) is (counter == 0)
-        assert best.patience_counter == counter
-        state = json.loads(json.dumps(best.state(), allow_nan=False))
+    ):
         best = Best(metric)
-        best.restore(state)
-    assert best.step == best_step
-    reversed_best = Best(metric, greater_is_better=best.sign < 0)
+        for step, (value, counter) in enumerate(zip(values, counters, strict=True), 1):
+            evaluation = Evaluation("validation", {metric: value}, None)
+            assert best.update(evaluation, step) is (counter == 0)
+            assert best.patience_counter == counter
+            state = json.loads(json.dumps(best.state(), allow_nan=False))
+            best = Best(metric)
+            best.restore(state)
+        assert best.step == best_step
+    reversed_best = Best("loss", greater_is_better=True)
     reversed_best.restore(state)
     assert reversed_best.step == 0
-    refusal(best.update, Evaluation("validation", {"other": 1.0}, None), 9, says=[metric, "other"])
+    refusal(best.update, Evaluation("validation", {"other": 1.0}, None), 9, says=["loss", "other"])

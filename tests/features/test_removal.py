@@ -13,9 +13,7 @@ LIBRARIES = ("torch", "transformers", "datasets", "accelerate", "pandas", "sklea
 
 
 @pytest.mark.parametrize("name", ["all", "mistakes"])
-def test_without_it_the_core_works(
-    name: str, tiny_model: Path, reviews: Path, tmp_path: Path
-) -> None:
+def test_the_core_without_it(name: str, tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
     """`all`: without any feature; `mistakes`: with the one that docs/your-own-feature.md adds."""
     for part in ("toolkit", "recipes"):
         shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))

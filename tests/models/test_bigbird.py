@@ -56,9 +56,7 @@ def batch(length: int, padding: str = "none", samples: int = 2) -> dict[str, tor
     return inputs
 
 
-def compare(
-    mine: Any, reference: Any, inputs: dict[str, torch.Tensor], forward: float, backward: float
-) -> None:
+def compare(mine: Any, reference: Any, inputs: Any, forward: float, backward: float) -> None:
     """Last hidden states, and the gradients of the embedded inputs and of every weight."""
     outputs = []
     for model in (mine, reference):
@@ -90,17 +88,13 @@ def compare(
      (1152, "both", {"block_size": 32, "num_random_blocks": 1, "max_position_embeddings": 1152}),
      (4096, "right", {"hidden_size": 4, "num_attention_heads": 1, "num_hidden_layers": 1})],
 )  # fmt: skip
-def test_same_numbers_in_float64(
-    length: int, padding: str, changed: dict[str, int], training: bool
-) -> None:
+def test_same_numbers_in_float64(length: int, padding: str, changed: Any, training: bool) -> None:
     reference = make(training=training, **changed).double()
     compare(fast(reference), reference, batch(length, padding), 1e-12, 1e-12)
 
 
 @pytest.mark.parametrize(("length", "training"), [(1024, True), (1100, False)])
-def test_same_numbers_by_operators_of_any_device(
-    length: int, training: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_operators_of_any_device(length: int, training: bool, monkeypatch: Any) -> None:
     monkeypatch.setattr(gathered, "_attend", gathered._plain)
     monkeypatch.setattr(gathered, "_attend_backward", gathered._plain_backward)
     monkeypatch.setattr(gathered, "_flash", None)
@@ -110,7 +104,7 @@ def test_same_numbers_by_operators_of_any_device(
     compare(fast(reference), reference, {**batch(length), "position_ids": positions}, 1e-12, 1e-12)
 
 
-def test_groups_of_samples_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_samples_and_heads(monkeypatch: Any) -> None:
     """3 samples of 4 heads in groups of two samples, and of one sample's 3 heads and one."""
     reference = make(num_attention_heads=4, block_size=16).double()
     for blocks, groups in ((2 * 4 * 16, 2), (3 * 16, 6)):
@@ -167,8 +161,7 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_autocast(training: bool) -> None:
     """With an error like that of transformers in bfloat16 (whose autocast crashes on a CPU)."""
-    exact = make(training=training)
-    inputs = batch(1024, "right")
+    exact, inputs = make(training=training), batch(1024, "right")
     expected = exact(**inputs).logits
     theirs = (copy.deepcopy(exact).bfloat16()(**inputs).logits - expected).abs().max()
     model = fast(exact)
@@ -199,7 +192,7 @@ def test_flex_attention_uncompiled(block: int, length: int, training: bool) -> N
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def compiled(monkeypatch: Any) -> Iterator[list[Any]]:
     """The compiled graphs, run by a backend that compiles nothing; as on CUDA each shape is one graph."""
     graphs: list[Any] = []
 
@@ -235,9 +228,7 @@ def assert_same(model: Any, reference: Any, samples: int, length: int) -> None:
     torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_few_shapes_are_compiled_each_once(
-    compiled: list[Any], recwarn: pytest.WarningsRecorder
-) -> None:
+def test_few_shapes_are_compiled_each_once(compiled: Any, recwarn: Any) -> None:
     """And never dense scores, which torch computes by default from the ninth shape on."""
     for training in (False, True):
         reference, model = small(training)
@@ -253,9 +244,7 @@ def test_few_shapes_are_compiled_each_once(
 
 
 @pytest.mark.parametrize("limit", [2, 0])
-def test_one_shape_too_many_is_gathered(
-    limit: int, compiled: list[Any], monkeypatch: pytest.MonkeyPatch, recwarn: Any
-) -> None:
+def test_one_shape_too_many(limit: int, compiled: Any, monkeypatch: Any, recwarn: Any) -> None:
     """`limit` kernels can be compiled."""
     real = torch.compile
     limits = {"recompile_limit": limit} if limit else {"backend": lambda *_: 1 / 0}
@@ -269,7 +258,7 @@ def test_one_shape_too_many_is_gathered(
 
 
 @pytest.mark.usefixtures("compiled")
-def test_a_backward_kernel_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_kernel_that_cannot_be_compiled(monkeypatch: Any) -> None:
     """It is compiled in the forward pass, where gathered attention can still take over."""
 
     def broken(*_: Any) -> Any:

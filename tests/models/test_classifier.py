@@ -62,9 +62,7 @@ def broken(tiny_model: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_model, tmp_path / "broken"))
 
 
-def test_the_encoder_is_loaded_in_float32_also_from_bfloat16(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_the_encoder_is_in_float32_also_from_bfloat16(tiny_model: Path, tmp_path: Path) -> None:
     load(tiny_model).bfloat16().save_pretrained(tmp_path)
     for loaded in (load(tiny_model), load(tmp_path)):
         kinds = {(each.dtype, each.device.type) for each in loaded.parameters()}
@@ -91,9 +89,7 @@ def test_a_head_of_the_same_classes_gets_the_order_of_the_data(family: str, tmp_
         (["LABEL_0", "LABEL_1", "LABEL_2"], "kept by position", True),
     ],
 )
-def test_a_line_says_what_became_of_a_head(
-    saved: Any, says: str, is_kept: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_saved_head(saved: Any, says: str, is_kept: bool, tmp_path: Path, caplog: Any) -> None:
     """The encoder is kept, and a new head is the seed's."""
     caplog.set_level("INFO", "toolkit")
     torch.manual_seed(5)
@@ -108,9 +104,7 @@ def test_a_line_says_what_became_of_a_head(
     assert all(says in line and str(tmp_path) in line for line in caplog.messages)
 
 
-def test_an_adapter_beside_weights_is_not_applied(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_adapter_beside_weights_is_not_applied(tmp_path: Path, caplog: Any) -> None:
     caplog.set_level("INFO", "toolkit")
     trained = classifier_of("bert", id2label=dict(enumerate("abc")))
     config = peft.LoraConfig(task_type="SEQ_CLS", init_lora_weights=False)
@@ -123,13 +117,12 @@ def test_an_adapter_beside_weights_is_not_applied(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dropout_overrides_every_probability(family: str) -> None:
-    for probability in (0.0, 0.35):
-        config = AutoConfig.for_model(family, **FAMILIES[family])
-        set_dropout(config, probability)
-        model = AutoModelForSequenceClassification.from_config(config)
-        drops = [part.p for part in model.modules() if isinstance(part, torch.nn.Dropout)]
-        drops += [part.drop_prob for part in model.modules() if hasattr(part, "drop_prob")]
-        assert set(drops) == {probability}
+    config = AutoConfig.for_model(family, **FAMILIES[family])
+    set_dropout(config, 0.35)
+    model = AutoModelForSequenceClassification.from_config(config)
+    drops = [part.p for part in model.modules() if isinstance(part, torch.nn.Dropout)]
+    drops += [part.drop_prob for part in model.modules() if hasattr(part, "drop_prob")]
+    assert set(drops) == {0.35}
 
 
 def frozen(model: Any) -> set[str]:
@@ -157,7 +150,6 @@ def test_a_bigbird_whose_pooler_is_unused(tmp_path: Path) -> None:
 
 
 BREAKS: dict[str, Callable[[Path], object]] = {
-    "no folder": lambda folder: shutil.rmtree(folder),
     "half the weights": lambda folder: os.truncate(folder / "model.safetensors", 9000),
     "half a config": lambda folder: os.truncate(folder / "config.json", 20),
     "an unknown model": lambda folder: edit_json(folder / "config.json", model_type="nosuch"),

@@ -77,7 +77,6 @@ def repeat_last_layer(model: Any) -> None:
 
 # changes of a BERT after which it computes every position
 CHANGES: dict[str, Callable[[Any], Any]] = {
-    "hidden states": lambda model: setattr(model.config, "output_hidden_states", True),
     "another head": lambda model: setattr(model.bert, "pooler", Mean()),
     "the last layer twice": repeat_last_layer,
     "a layer fewer": lambda model: model.bert.encoder.layer.pop(-1),

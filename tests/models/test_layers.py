@@ -45,12 +45,11 @@ def test_the_top_layers_are_reinitialized_by_the_seed(family: str) -> None:
         assert torch.equal(state, torch.random.get_rng_state())  # the head's weights do not change
         states.append(copy.deepcopy(model.state_dict()))
     changed = {name for name in before if not torch.equal(before[name], states[0][name])}
-    renewed = names(model, outer_layers(model)[-1])
-    assert renewed <= changed
-    assert all("pooler" in name for name in changed - renewed)
+    top = names(model, outer_layers(model)[-1])
+    assert top <= changed
+    assert all("pooler" in name for name in changed - top)
     assert all(torch.equal(states[0][name], states[1][name]) for name in before)
     assert any(not torch.equal(states[0][name], states[2][name]) for name in changed)
-    assert all(abs(states[0][name].mean()) < 0.5 for name in changed if name.endswith("bias"))
 
 
 def test_more_layers_than_the_model_has() -> None:

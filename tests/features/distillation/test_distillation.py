@@ -102,9 +102,7 @@ def test_two_processes_compute_the_teacher_together(teacher: Path, tmp_path: Pat
     assert_same_run(run, distilled("single", "first", teacher))
 
 
-def test_unsuitable_teachers(
-    teacher: Path, tiny_model: Path, tiny_job: list[str], tmp_path: Path
-) -> None:
+def test_wrong_teachers(teacher: Path, tiny_model: Path, tiny_job: Any, tmp_path: Path) -> None:
     data = [*tiny_job, "--max_steps", 1, "--output_dir", tmp_path / "run"]
     names, tokens = (shutil.copytree(teacher, tmp_path / name) for name in ("names", "tokens"))
     labels = {"id2label": {0: "good", 1: "neg"}, "label2id": {"good": 0, "neg": 1}}

@@ -67,9 +67,7 @@ def test_a_torch_that_cannot_be_imported(tmp_path: Path) -> None:
         ("echo 'Driver/library version mismatch'; exit 18", "driver", "version mismatch"),
     ],
 )
-def test_the_driver(
-    script: str, name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_driver(script: str, name: str, says: str, tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
@@ -78,7 +76,7 @@ def test_the_driver(
     assert (finding.level, says in finding.text, bool(finding.remedy)) == ("FAIL", True, True)
 
 
-def test_a_gpu_for_which_torch_has_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_for_which_torch_has_no_kernels(monkeypatch: Any) -> None:
     """V100 with a build for CUDA 13."""
     error = RuntimeError("CUDA error: no kernel image is available for execution on the device")
     monkeypatch.setattr(torch, "ones", Mock(side_effect=error))
@@ -91,9 +89,7 @@ def test_a_gpu_for_which_torch_has_no_kernels(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(("free", "level"), [(50 * GB, "ok"), (5 * GB, "warn"), (GB // 2, "FAIL")])
-def test_disk_and_shared_memory(
-    free: int, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_and_shared_memory(free: int, level: str, tmp_path: Path, monkeypatch: Any) -> None:
     (folder := tmp_path / "it's").mkdir()
     usage = SimpleNamespace(total=free, free=free)
     monkeypatch.setattr(machine.psutil, "disk_usage", lambda path: usage)

@@ -61,33 +61,28 @@ def test_planted_errors_are_found_the_most_certain_first() -> None:
     assert [(line["id"], line["prediction"]) for line in suspects] == [(7, "c"), (20, "a")]
 
 
-@pytest.mark.parametrize(
-    ("cells", "separator", "both"),
-    [
+def test_several_labels_that_no_row_has_together(tmp_path: Path) -> None:
+    """They are written as the file writes others."""
+    for cells, separator, both in (
         ({"tags": [["a"], ["b"], []]}, None, {"tags": ["a", "b"]}),
         ({"tags": ['["a"]', '["b"]', "[]"]}, None, {"tags": '["a", "b"]'}),
         ({"tags": ["a", "b", ""]}, ";", {"tags": "a;b"}),
         ({"a": ["1", "0", "0"], "b": ["0", "1", "0"]}, None, {"a": "1", "b": "1"}),
-    ],
-)
-def test_several_labels_that_no_row_has_together(
-    cells: dict[str, list[Any]], separator: str | None, both: dict[str, Any], tmp_path: Path
-) -> None:
-    """They are written as the file writes others."""
-    columns = {name: column * 20 for name, column in cells.items()}
-    table = table_of(tmp_path, {"text": [str(row) for row in range(60)], **columns})
-    lines = []
-    for row, label in enumerate([["a"], ["b"], []] * 20):
-        chances = [0.9 if name in label else 0.1 for name in NAMES]
-        lines.append({"id": row, "label": label, "prediction": label, "probabilities": chances})
-    lines[4] |= {"prediction": ["a", "b"], "probabilities": [0.95, 0.95]}
-    data = {"problem_type": MULTI, "labels": NAMES, "label_columns": list(columns)}
-    data["label_separator"] = separator
-    suspects = find_suspects(lines, data)
-    assert [line["id"] for line in suspects] == [4]
-    written = cells_by_label(lines, suspects, table, data)
-    assert written['["a", "b"]'] == both
-    assert written['["b"]'] == {name: column[1] for name, column in cells.items()}
+    ):
+        columns = {name: column * 20 for name, column in cells.items()}
+        table = table_of(tmp_path, {"text": [str(row) for row in range(60)], **columns})
+        lines = []
+        for row, label in enumerate([["a"], ["b"], []] * 20):
+            chances = [0.9 if name in label else 0.1 for name in NAMES]
+            lines.append({"id": row, "label": label, "prediction": label, "probabilities": chances})
+        lines[4] |= {"prediction": ["a", "b"], "probabilities": [0.95, 0.95]}
+        data = {"problem_type": MULTI, "labels": NAMES, "label_columns": list(columns)}
+        data["label_separator"] = separator
+        suspects = find_suspects(lines, data)
+        assert [line["id"] for line in suspects] == [4]
+        written = cells_by_label(lines, suspects, table, data)
+        assert written['["a", "b"]'] == both
+        assert written['["b"]'] == {name: column[1] for name, column in cells.items()}
 
 
 def test_the_page_and_its_corrections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

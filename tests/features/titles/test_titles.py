@@ -7,21 +7,19 @@ each text, with uncut texts (sparse attention above 704 tokens), in the same mic
 
 import re
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    BertConfig,
-    BertModel,
-    BertTokenizerFast,
-    EncoderDecoderModel,
-)
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from transformers import AutoConfig, AutoTokenizer, BertConfig, BertModel, EncoderDecoderModel
 
+from recipes import title
 from tests import inputs
 from tests.matrix import TITLES, runs
 from tests.runs import WAYS, assert_same_run, lines_of, losses_of, slow_but, start
@@ -30,6 +28,7 @@ from tests.test_long import converted
 from toolkit.config import PretrainedSettings
 from toolkit.data.jieba_tokenizer import WordBackend
 from toolkit.data.tokenizer import load_tokenizer
+from toolkit.features.titles.evaluation import Writer
 from toolkit.features.titles.model import load_title_model
 from toolkit.features.titles.readable import readable
 from toolkit.features.titles.settings import GenerationSettings
@@ -77,10 +76,15 @@ def resumed() -> Path:
     return runs("single").run("titles resumed", "recipes.title", words)
 
 
+def assert_same(run: Path, after: int = 0) -> None:
+    """As `varied()`, whose strong cross-attention makes gradient norms less exact than losses."""
+    assert losses_of(run) == pytest.approx(losses_of(varied())[after:], rel=1e-5)
+    assert_same_run(run, varied(), rel=1e-4, after=after)
+
+
 @pytest.mark.multiprocess
 def test_a_run_goes_on_under_another_way() -> None:
-    assert np.ptp(losses_of(runs("single")["title"])) > 0.2
-    assert_same_run(resumed(), varied(), after=STOPPED)
+    assert_same(resumed(), after=STOPPED)
 
 
 @pytest.mark.multiprocess
@@ -88,7 +92,7 @@ def test_a_run_goes_on_under_another_way() -> None:
     "way", slow_but(["ddp x2", "zero3 x2", "ddp x3", "zero1 x2", "zero2_offload x2"], "ddp x2")
 )
 def test_titles_that_vary(way: str) -> None:
-    assert_same_run(varied(way), varied())
+    assert_same(varied(way))
 
 
 @pytest.mark.multiprocess
@@ -96,13 +100,40 @@ def test_titles_that_vary(way: str) -> None:
 def test_titles_of_very_different_lengths_on_the_ranks(way: str) -> None:
     """One for each text, also where a rank has none."""
     words = [*TITLES, "--max_steps", 1, "--max_eval_samples", 3, "--per_device_eval_batch_size", 1]
-    run = runs(way).run("uneven titles", "tests.features.titles.titles_worker", words)
+    run = runs(way).run("uneven titles", "tests.features.titles.test_titles", words)
     lines = lines_of(run / "predictions.jsonl")
     rows = lines_of(inputs.titles("validation"))
     assert [line["reference"] for line in lines] == [rows[line["id"]]["title"] for line in lines]
     lengths = [len(line["title"]) for line in lines]
     assert len(lengths) == 3
     assert 4 * min(lengths) <= max(lengths)
+
+
+_write = Writer.write
+
+
+def write_unevenly(writer: Writer, encoded: dict[str, Any]) -> torch.Tensor:
+    """On the main process titles end after one token, on the others never. Each calls the decoder equally often: with
+    sharded parameters a call is a collective."""
+    config = writer.module.generation_config
+    if PartialState().is_main_process:
+        config.exponential_decay_length_penalty = (0, 1000.0)
+    else:
+        config.suppress_tokens = [config.eos_token_id]
+    calls: list[int] = []
+    hook = writer.module.decoder.register_forward_hook(lambda *_: calls.append(1))
+    ids = _write(writer, encoded)
+    hook.remove()
+    config.exponential_decay_length_penalty = config.suppress_tokens = None
+    counts = gather_object([len(calls)])
+    assert len(set(counts)) == 1, counts
+    return ids
+
+
+def main() -> None:
+    """The job of `test_titles_of_very_different_lengths_on_the_ranks`."""
+    with patch.object(Writer, "write", write_unevenly):
+        title.main()
 
 
 def test_the_loss_is_the_mean_over_the_tokens_of_all_titles(sharp_model: Path) -> None:
@@ -148,13 +179,9 @@ def test_a_bigbird_becomes_a_bert_decoder_with_the_same_logits(sharp_model: Path
     torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_one_line_for_each_title() -> None:
-    rows = lines_of(inputs.titles("validation"))
-    lines = lines_of(varied() / "predictions.jsonl")
-    assert [line["id"] for line in lines] == list(range(12))
+def test_scores_of_titles() -> None:
+    lines, last = lines_of(varied() / "predictions.jsonl"), lines_of(varied() / "eval.jsonl")[-1]
     assert len({line["title"] for line in lines}) >= 8
-    assert [line["reference"] for line in lines] == [row["title"] for row in rows]
-    last = lines_of(varied() / "eval.jsonl")[-1]
     assert last["rouge_segmenter"] == "word"
     assert last["rouge1"] > 0.01
     for name in ("rouge1", "rouge2", "rougeL"):
@@ -207,7 +234,9 @@ def test_chinese_titles(tmp_path: Path) -> None:
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS.split()]
     words += sorted({letter for row in rows for text in row.values() for letter in text})
     (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
-    tokenizer = BertTokenizerFast(vocab=str(tmp_path / "vocab.txt"), model_max_length=64)
+    tokenizer = transformers.BertTokenizerFast(
+        vocab=str(tmp_path / "vocab.txt"), model_max_length=64
+    )
     tokenizer.save_pretrained(model)
     BertModel(BertConfig(vocab_size=len(words), hidden_size=24, num_hidden_layers=1, num_attention_heads=2,
                          intermediate_size=32, max_position_embeddings=64)).save_pretrained(model)  # fmt: skip

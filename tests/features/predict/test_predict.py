@@ -1,8 +1,10 @@
-"""`toolkit predict`: each row once, in the order of the file, in parts that a killed process
-continues."""
+"""`toolkit predict`: each row once, in the order of the file, in parts that a killed process continues. `toolkit
+evaluate`: the labels of a file, pairs, and the run that trained the model.
+"""
 
 import csv
 import json
+import math
 import random
 import re
 import shutil
@@ -12,10 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pandas as pd
 import pyarrow as pa
 import pytest
 
+import toolkit
 from tests.evaluation.columns import save_columns
 from tests.faults import refusal
 from tests.jobs_worker import run_jobs
@@ -24,20 +28,22 @@ from tests.runs import WAYS, lines_of, recipe
 from toolkit.cli import build_parser
 from toolkit.config import TextSettings
 from toolkit.data import read, text_files, write
-from toolkit.data.labels import Labels
+from toolkit.data.labels import MULTI, REGRESSION, SINGLE, Labels
+from toolkit.data.table import Table
+from toolkit.evaluation.saved_model import choose_labels, training_run
 from toolkit.features.predict import command as predict_file
+from toolkit.features.predict.evaluate import evaluate_file
 
 WORDS = ("good", "bad", "film", "book", "very", "room", "dull", "fine")
 ROWS = 70
-DECISIONS = {"labels": ["a", "b", "c"]}
-
 Predict = Callable[..., Path]
+pytestmark = pytest.mark.usefixtures("no_launcher", "toolkit_cache")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, sharp_model: Path) -> Path:
-    labels = Labels("single_label_classification", ("a", "b", "c"), ("label",))
-    return classifier(sharp_model, tmp_path_factory.mktemp("model"), labels)
+    folder = tmp_path_factory.mktemp("model")
+    return classifier(sharp_model, folder, Labels(SINGLE, ("a", "b", "c"), ("label",)))
 
 
 @pytest.fixture(scope="module")
@@ -51,23 +57,16 @@ def texts() -> list[str]:
 
 
 @pytest.fixture
-def predicted(
-    model: Path,
-    texts: list[str],
-    tmp_path: Path,
-    monkeypatch: Any,
-    no_launcher: None,
-    toolkit_cache: Path,
-) -> Predict:
+def predicted(model: Path, texts: list[str], tmp_path: Path, monkeypatch: Any) -> Predict:
     """`predicted("out.csv", "--shard", "1/3", window=16)` -> where the output is."""
     rows = tmp_path / "rows.csv"
     numbers = [f"{row:03d}" for row in range(ROWS)]
     pd.DataFrame({"id": numbers, "text": texts}).to_csv(rows, index=False)
+    monkeypatch.setattr(text_files, "BLOCK_ROWS", 2)  # of which four are a batch
 
     def run(
-        name: str, *more: str, window: int = 16, source: Path = rows, model: Path = model
+        name: str, *more: str, window: int = 16, source: Path = rows, model: Any = model
     ) -> Path:
-        monkeypatch.setattr(text_files, "BLOCK_ROWS", 2)  # of which four are a batch
         monkeypatch.setattr(predict_file, "WINDOW_ROWS", window)
         words = ["predict", model, source, "--output", tmp_path / name, "--mixed_precision", "no"]
         predict_file.predict_file(build_parser().parse_args(list(map(str, [*words, *more]))))
@@ -87,7 +86,7 @@ def assert_same(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> N
 
 def with_decisions(model: Path, folder: Path, **decisions: Any) -> Path:
     copy = shutil.copytree(model, folder)
-    (copy / "decisions.json").write_text(json.dumps(DECISIONS | decisions))
+    (copy / "decisions.json").write_text(json.dumps({"labels": ["a", "b", "c"], **decisions}))
     return copy
 
 
@@ -137,7 +136,7 @@ def test_shards_are_joined_in_order(predicted: Predict, tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize("changed", ["max_length", "file", "model", "probabilities"])
-def test_parts_of_another_prediction_are_never_joined(
+def test_parts_of_another_prediction(
     changed: str, predicted: Predict, model: Path, tmp_path: Path
 ) -> None:
     predicted("out.csv", "--shard", "1/2")
@@ -179,10 +178,8 @@ def part(start: int, end: int) -> str:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_process_loses_only_unfinished_windows(
-    number: signal.Signals, predicted: Predict, model: Path, tmp_path: Path
-) -> None:
-    """A signal after the second of five parts; the same command continues after them."""
+def test_a_killed_process(number: int, predicted: Predict, model: Path, tmp_path: Path) -> None:
+    """By a signal after the second of five parts; the same command continues after them."""
     whole, out = predicted("whole.csv").read_bytes(), tmp_path / "out.csv"
     words = [model, tmp_path / "rows.csv", "--mixed_precision", "no", "--output", out]
     env = {"KILLED_AT": part(16, 32), "KILLED_BY": str(int(number))}
@@ -198,7 +195,7 @@ def test_a_killed_process_loses_only_unfinished_windows(
     assert not parts.exists()
 
 
-def test_rows_without_an_answer_are_counted(
+def test_rows_without_an_answer(
     predicted: Predict, model: Path, tmp_path: Path, capsys: Any
 ) -> None:
     unsure = with_decisions(model, tmp_path / "unsure", abstain_below=0.4)
@@ -208,9 +205,7 @@ def test_rows_without_an_answer_are_counted(
     assert re.search(rf"\b{unanswered} of {ROWS} rows .*abstain_below", capsys.readouterr().err)
 
 
-def test_the_quoting_of_the_training_file_is_used(
-    predicted: Predict, model: Path, tmp_path: Path
-) -> None:
+def test_the_quoting_of_the_training_file(predicted: Predict, model: Path, tmp_path: Path) -> None:
     """Double quotes within texts reach the model and the output."""
     trained = shutil.copytree(model, tmp_path / "trained")
     save_columns(trained, train_file="train.TSV.gz", quoting="none", text_column="text")
@@ -266,9 +261,7 @@ def test_cells_are_written_as_they_were_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["gb18030", "utf-8-sig"])  # Excel saves UTF-8 as the second
-def test_the_output_has_the_encoding_of_the_input(
-    encoding: str, predicted: Predict, tmp_path: Path
-) -> None:
+def test_the_encoding_of_the_input(encoding: str, predicted: Predict, tmp_path: Path) -> None:
     source = tmp_path / "a.csv"
     lines = ["text,评", *(f"很好{row},{row}" for row in range(40))]
     source.write_text("\n".join([*lines, ""]), encoding=encoding)
@@ -277,3 +270,68 @@ def test_the_output_has_the_encoding_of_the_input(
     written = out.read_text(encoding=encoding).splitlines()
     assert [line.rsplit(",", 4)[0] for line in written] == lines
     assert out.read_bytes().startswith("\ufeff".encode()) == (encoding == "utf-8-sig")
+
+
+def labels_of_file(labels: Labels, columns: Any, model: Any = "none", name: Any = None) -> Any:
+    rows = datasets.Dataset.from_dict({"text": ["good", "bad"], **columns})
+    table = Table.of(rows, "new.csv")
+    return choose_labels(str(model), table, name, labels).encode(table).tolist()
+
+
+def test_columns_are_matched_by_name() -> None:
+    columns = {"sport": [1, 0], "finance": [0, 0], "price": [9, 8], "taste": [1.5, 2]}
+    classes = Labels(MULTI, ("finance", "sport"), ())
+    outputs = Labels(REGRESSION, ("price", "taste"), ())
+    assert labels_of_file(classes, columns, name="sport,finance") == [[0, 1], [0, 0]]
+    assert labels_of_file(outputs, columns, name="taste,price") == [[9, 1.5], [8, 2]]
+    says = ["sport, price", "finance, sport"]
+    refusal(labels_of_file, classes, columns, name="sport,price", says=says)
+
+
+def test_the_label_column_of_the_training_file(tmp_path: Path) -> None:
+    """Also where this file has one with a more usual name."""
+    save_columns(tmp_path, label_columns=["mood"])
+    labels = Labels(SINGLE, ("pos", "neg"), ())
+    columns: dict[str, list[Any]] = {"label": ["neg", "neg"], "mood": ["pos", "neg"]}
+    assert labels_of_file(labels, columns, tmp_path) == [0, 1]
+    assert labels_of_file(labels, columns, tmp_path, "label") == [1, 1]
+    refusal(labels_of_file, labels, {}, match="which column is the label")
+
+
+def test_the_run_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"settings": {"seed": 3}, "data": {}}))
+    names = {".": ["run/model", "run/model/"], "run": ["model"], "run/model": [".", "../model"]}
+    for folder, models in names.items():
+        monkeypatch.chdir(tmp_path / folder)
+        assert [training_run(model)["settings"] for model in models] == [{"seed": 3}] * len(models)
+    assert training_run("a-name-of-the-hub")["settings"] == {}
+
+
+def test_an_evaluation_of_pairs(sharp_model: Path, tmp_path: Path, capsys: Any) -> None:
+    """A pair with one empty text is named; what exists is not overwritten; the pair of the training
+    file is read."""
+    model = classifier(sharp_model, tmp_path / "model", Labels(SINGLE, ("a", "b"), ("label",)))
+    file, out = tmp_path / "pairs.CSV", tmp_path / "pairs.evaluation"
+    file.write_text("text,reply,label\ngood film,,a\n" + "bad room,fine,b\n" * 5)
+
+    def evaluate(*more: str) -> None:
+        words = ["evaluate", str(model), str(file), "--mixed_precision", "no", *more]
+        evaluate_file(build_parser().parse_args(words))
+
+    evaluate("--text_pair", "reply")
+    assert re.search(r"\b1 of 6 rows .*\(rows 1\)", capsys.readouterr().err)
+    assert [line["id"] for line in lines_of(out / "predictions.jsonl")] == list(range(6))
+    assert "· pairs.evaluation<" in (out / "report.html").read_text(encoding="utf-8")
+    (numbers,) = lines_of(out / "eval.jsonl")
+    texts, truth = [("good film", ""), *[("bad room", "fine")] * 5], ["a", *"bbbbb"]
+    expected = toolkit.evaluate(model, texts, truth, mixed_precision="no")
+    assert {name: numbers[name] for name in expected} == expected
+    answers = toolkit.predict(model, texts, mixed_precision="no")
+    chances = [dict(zip("ab", answer["probabilities"], strict=True)) for answer in answers]
+    losses = [-math.log(each[label]) for each, label in zip(chances, truth, strict=True)]
+    assert numbers["loss"] == pytest.approx(sum(losses) / 6, rel=1e-3)
+    refusal(evaluate, "--text_pair", "reply", says=["pairs.evaluation exists", "--output_dir"])
+    save_columns(model, text_pair="second")
+    third = ("--output_dir", str(tmp_path / "third"))
+    refusal(evaluate, *third, says=["pairs.CSV has no column 'second'", "--text_pair"])
