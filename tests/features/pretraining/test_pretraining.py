@@ -13,14 +13,9 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForMaskedLM,
-    AutoTokenizer,
-    BertForMaskedLM,
-    BertTokenizerFast,
-    pipeline,
-)
+from transformers import AutoModelForMaskedLM, AutoTokenizer, BertForMaskedLM, pipeline
 
 from tests import inputs, matrix
 from tests.architectures import make_architecture, make_tokenizer
@@ -229,7 +224,7 @@ def test_other_recipes_take_the_model(tmp_path: Path) -> None:
 def test_prepared_tokens_are_those_of_the_run() -> None:
     words = matrix.words_of([*MASKED, "--model_name_or_path", model_of("RoBERTa")])
     prepared = start(["toolkit", "prepare", "pretrain", *words]).succeeded()
-    assert "masked tokens" in prepared.out
+    assert "masked whole words" in prepared.out
     facts = json.loads((single("RoBERTa") / "config.json").read_text())["data"]
     assert facts["digest"] in prepared.out
 
@@ -399,6 +394,6 @@ def test_texts_become_words(prepared: Any, tokenizer: Any) -> None:
 
 def test_a_tokenizer_without_a_mask_token(prepared: Any, tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\ngood\n")
-    plain = BertTokenizerFast(vocab=str(tmp_path / "vocab.txt"))
+    plain = transformers.BertTokenizerFast(vocab=str(tmp_path / "vocab.txt"))
     plain.mask_token = None
     refusal(prepared, [{"text": "good"}] * 9, PretrainSettings, tokenizer=plain, match="mask token")

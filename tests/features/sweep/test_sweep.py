@@ -124,14 +124,12 @@ def test_the_run_of_another_command_is_moved_aside(run_sweep: Sweep, tmp_path: P
     assert lines_of(old / "metrics.jsonl")[0]["loss"] == 2
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    slow_but(
-        [(signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGKILL, -9)], (signal.SIGINT, 130)
-    ),
-)
+CODES = {signal.SIGINT: 130, signal.SIGHUP: 129, signal.SIGKILL: -9}
+
+
+@pytest.mark.parametrize("number", slow_but(CODES, signal.SIGINT))
 def test_a_stopped_sweep_continues(
-    number: int, code: int, recipe: Path, tmp_path: Path, run_sweep: Sweep
+    number: signal.Signals, recipe: Path, tmp_path: Path, run_sweep: Sweep
 ) -> None:
     words = ["--search", "x=4,2,1", "--hangs=2"]
     run = tmp_path / "sweep" / "trial-001"
@@ -140,7 +138,7 @@ def test_a_stopped_sweep_continues(
     wait_for_steps(run)
     process.send_signal(number)
     done = process.finish(30)
-    assert done.code == code, done.err
+    assert done.code == CODES[number], done.err
     until = time.monotonic() + 20  # the child of a killed sweep gets a stop signal
     while "stopped" not in (run / "config.json").read_text() and time.monotonic() < until:
         time.sleep(0.05)

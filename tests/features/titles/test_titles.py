@@ -57,7 +57,7 @@ def make_writer(folder: Path) -> None:
 
 VARIED = [*TITLES, "--model_name_or_path", writer, "--eval_every", STOPPED, "--learning_rate", "1e-3", "--max_length",
           4096, "--global_batch_size", 12, "--per_device_batch_size", 2, "--per_device_eval_batch_size", 2,
-          "--no_repeat_ngram_size", 1]  # fmt: skip
+          "--no_repeat_ngram_size", 1, "--metric_for_best_model", "loss"]  # fmt: skip
 
 
 def varied(way: str = "single") -> Path:
