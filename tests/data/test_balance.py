@@ -52,72 +52,47 @@ def test_weights_of_classes() -> None:
     train = weighed(CLASSES, class_weights="rare=7.5, some = 0.5").train
     weights = [train.weights[train.labels == place][0] for place in (0, 1, 3)]
     assert weights == [1, 7.5, 0.5]
+    for wrong in ("rare=0", "rare=nan", "rare=x"):
+        refusal(weighed, CLASSES, class_weights=wrong, match="a number above 0")
+    refusal(weighed, CLASSES, class_weights="even", match="there is no class ''")
+    match = r"rara=2: there is no class 'rara' \(did you mean rare\?\): there are often, "
+    refusal(weighed, CLASSES, class_weights="rara=2", match=match)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("rara=2", r"rara=2: there is no class 'rara' \(did you mean rare\?\): there are often, "),
-        ("rare=0", "a number above 0"),
-        ("rare=nan", "a number above 0"),
-        ("rare=x", "a number above 0"),
-        ("even", "there is no class ''"),
-    ],
-)
-def test_weights_that_cannot_be_meant(given: str, said: str) -> None:
-    refusal(weighed, CLASSES, class_weights=given, match=said)
+def test_sampling_draws_classes_as_asked() -> None:
+    shares = {"balanced": [1 / 3, 1 / 3, 0, 1 / 3], "sqrt": [0.5715, 0.1429, 0, 0.2857]}
+    for sampling, expected in shares.items():
+        data = weighed(CLASSES, sampling=sampling)
+        lengths, chances = data.train.lengths, data.train.sampling_probabilities
+        epochs = [epoch_order(lengths, 32, 1, epoch, True, chances) for epoch in range(60)]
+        drawn = np.bincount(CLASSES[np.concatenate(epochs)], minlength=4) / (60 * len(CLASSES))
+        assert drawn == pytest.approx(expected, abs=0.02)
+        assert data.validation.sampling_probabilities is None
 
 
-@pytest.mark.parametrize(
-    ("sampling", "shares"),
-    [("balanced", [1 / 3, 1 / 3, 0, 1 / 3]), ("sqrt", [0.5715, 0.1429, 0, 0.2857])],
-)
-def test_sampling_draws_classes_as_asked(sampling: str, shares: list[float]) -> None:
-    data = weighed(CLASSES, sampling=sampling)
-    chances = data.train.sampling_probabilities
-    epochs = [epoch_order(data.train.lengths, 32, 1, epoch, True, chances) for epoch in range(60)]
-    drawn = np.bincount(CLASSES[np.concatenate(epochs)], minlength=4) / (60 * len(CLASSES))
-    assert drawn == pytest.approx(shares, abs=0.02)
-    assert data.validation.sampling_probabilities is None
+def test_positive_weights_are_negatives_over_positives() -> None:
+    data = weighed(FLAGS, MULTI, pos_weight="balanced")
+    assert data.pos_weight.tolist() == pytest.approx([50 / 150, 192 / 8, 1, 1])
+    everywhere = weighed(np.ones_like(FLAGS), MULTI, pos_weight="balanced")
+    assert everywhere.pos_weight.tolist() == [1] * 4
+    assert weighed(FLAGS, MULTI, pos_weight="rare=9").pos_weight.tolist() == [1, 9, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("labels", "setting", "expected"),
-    [
-        (FLAGS, "balanced", [50 / 150, 192 / 8, 1, 1]),
-        (np.ones_like(FLAGS), "balanced", [1] * 4),
-        (FLAGS, "rare=9", [1, 9, 1, 1]),
-    ],
-)
-def test_positive_weights_are_negatives_over_positives(
-    labels: np.ndarray, setting: str, expected: list[float]
-) -> None:
-    data = weighed(labels, MULTI, pos_weight=setting)
-    assert data.pos_weight.tolist() == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("problem", "asked", "said"),
-    [
-        (REGRESSION, {"class_weights": "balanced"}, "--class_weights balanced does not fit regr"),
-        (REGRESSION, {"loss": "focal"}, "--loss focal does not fit regression"),
-        (MULTI, {"class_weights": "balanced"}, "use --pos_weight"),
-        (MULTI, {"sampling": "sqrt"}, "--sampling sqrt does not fit multi label"),
-        (SINGLE, {"pos_weight": "balanced"}, "use --class_weights"),
-    ],
-)
-def test_what_does_not_fit_the_labels_is_refused(problem: Any, asked: Any, said: str) -> None:
-    refusal(weighed, CLASSES, problem, **asked, match=said)
+def test_what_does_not_fit_the_labels_is_refused() -> None:
+    for problem, setting, value, match in (
+        (REGRESSION, "class_weights", "balanced", "--class_weights balanced does not fit regr"),
+        (REGRESSION, "loss", "focal", "--loss focal does not fit regression"),
+        (MULTI, "class_weights", "balanced", "use --pos_weight"),
+        (MULTI, "sampling", "sqrt", "--sampling sqrt does not fit multi label"),
+        (SINGLE, "pos_weight", "balanced", "use --class_weights"),
+    ):
+        refusal(weighed, CLASSES, problem, **{setting: value}, match=match)
 
 
 def test_a_run_says_the_counts_and_unasked_that_they_are_uneven() -> None:
     rows, missing, advice = weighed(CLASSES).notes
-    assert rows == "rows of each class in train: often 160, some 40, rare 10, never 0"
+    assert rows.endswith("often 160, some 40, rare 10, never 0")
     assert missing.startswith("validation has no row of some:")
     assert "often has 16 times as many rows as rare; --class_weights balanced, --sampl" in advice
-    rows, _, weights, shares = weighed(CLASSES, class_weights="rare=2", sampling="sqrt").notes
-    assert weights.endswith("often 1, some 1, rare 2, never 1")
-    assert shares.endswith("often 57.1, some 28.6, rare 14.3, never 0")
     assert "imbalanced" not in " ".join(weighed(np.arange(210) % 4).notes)
     assert "rare is in 4 % of the rows; --pos_weight" in weighed(FLAGS, MULTI).notes[-1]
-    assert weighed(CLASSES, REGRESSION).notes == ()

@@ -1,10 +1,8 @@
 """jieba's words first: the ids of the published class, and everything else as with the fast tokenizer."""
 
 import json
-import os
 import random
 import re
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -13,10 +11,10 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
-from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFast
+from transformers import BertTokenizerFast, PreTrainedTokenizerFast
 
 from tests.faults import refusal
-from tests.runs import ROOT
+from tests.runs import start
 from toolkit.config import PretrainedSettings
 from toolkit.data.jieba_tokenizer import is_jieba, load_jieba, load_words_first, words_first
 from toolkit.data.read import read_demo
@@ -27,9 +25,9 @@ pytest.importorskip("jieba")
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PIECES = "abcdefghijklmnopqrstuvwxyz0123456789"
-ODD = ["华为", "发布", "mate 60", "Mate60Pro", "ΟΔΟΣ", "İstanbul", "é", "e\u0301", "한국어", "\u3000", "\t", "\r\n",
-       "\n", "😀", "👨‍👩‍👧", "２０２４", "！", "[SEP]", "[UNK]", "[MASK", "a" * 101, "don't", "3.5%", "-", "\x00",
-       "\ufffd", "\u200b", "ﬁ", "①", "T恤", "卡拉OK", "[CLS]x", "  ", " ", "新闻", "我们", "的"]  # fmt: skip
+ODD = ["华为", "发布", "mate 60", "Mate60Pro", "ΟΔΟΣ", "İstanbul", "e\u0301", "한국어", "\u3000", "\t", "\r\n",
+       "\n", "👨‍👩‍👧", "２０２４", "！", "[SEP]", "[MASK", "a" * 101, "don't", "3.5%", "\x00", "\ufffd", "\u200b",
+       "ﬁ", "①", "T恤", "卡拉OK", "[CLS]x", " ", "新闻", "我们", "的"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +40,7 @@ def real_texts(reviews: list[str]) -> list[str]:
     mixed = random.Random(3)
     odd = ["".join(mixed.choices(ODD, k=mixed.randint(0, 12))) for _ in range(300)]
     long = ["".join(reviews[start : start + 10]) for start in range(3000, 4000, 10)]
-    return [*reviews[:3000], *long, *odd, "", " ", "\n"]
+    return [*reviews[:3000], *long, *odd, ""]
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +48,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory, reviews: list[str]) -> Path
     """A vocabulary of frequent words, as these checkpoints have: characters, some Latin letters, few ## pieces."""
     texts, cutter = reviews[:3000], load_jieba().cutter
     words = Counter(word for text in texts for word in cutter.cut(text, HMM=False))
-    characters = Counter(letter for text in texts for letter in text.lower())
-    found = [word for word, _ in [*words.most_common(6000), *characters.most_common(2000)]]
-    listed = dict.fromkeys([*SPECIAL, *(word for word in found if word.split() == [word])])
-    listed.update(dict.fromkeys([*PIECES, *(f"##{piece}" for piece in PIECES), "##国"]))
+    letters = Counter(letter for text in texts for letter in text.lower())
+    counted = [word for word, _ in [*words.most_common(6000), *letters.most_common(2000)]]
+    pieces = [*PIECES, *(f"##{piece}" for piece in PIECES), "##国"]
+    listed = [*SPECIAL, *(word for word in counted if word.split() == [word]), *pieces]
     path = tmp_path_factory.mktemp("words")
-    (path / "vocab.txt").write_text("\n".join(listed) + "\n", encoding="utf-8")
+    (path / "vocab.txt").write_text("\n".join(dict.fromkeys(listed)) + "\n", encoding="utf-8")
     return path
 
 
@@ -77,21 +75,16 @@ def published(folder: Path, real_texts: list[str]) -> list[list[int]]:
 
     class Published(legacy.BertTokenizerLegacy):
         def _tokenize(self, text: str, *args: Any, **kwargs: Any) -> list[str]:
-            split_tokens: list[str] = []
+            pieces: list[str] = []
             for word in cutter.cut(text, HMM=False):
-                if word in self.vocab:
-                    split_tokens.append(word)
-                else:
-                    split_tokens.extend(super()._tokenize(word))
-            return split_tokens
+                pieces += [word] if word in self.vocab else super()._tokenize(word)
+            return pieces
 
     tokenizer = Published(str(folder / "vocab.txt"), model_max_length=4096)
     return [tokenizer(text)["input_ids"] for text in real_texts]
 
 
-def test_the_ids_are_those_of_the_published_class(
-    ours: Any, published: Any, real_texts: list[str]
-) -> None:
+def test_the_ids_of_the_published_class(ours: Any, published: Any, real_texts: list[str]) -> None:
     made = ours(real_texts)["input_ids"]
     for text, ids, theirs in zip(real_texts, made, published, strict=True):
         assert ids == theirs, repr(text)
@@ -109,19 +102,16 @@ def test_truncated_texts_are_counted(
     ours: Any, published: Any, real_texts: list[str], length: int, side: str
 ) -> None:
     ours.truncation_side = side
-    texts, untruncated = real_texts[::4], published[::4]
+    texts = real_texts[::4]
     batch = ours(texts, truncation=True, max_length=length)
     # which segments no more of a text than it needs
     fast = ours.backend_tokenizer.encode_batch_fast(texts)
-    assert [each.ids for each in fast] == batch["input_ids"]
-    overflows = [bool(each.overflowing) for each in batch.encodings]
-    assert [bool(each.overflowing) for each in fast] == overflows
-    for theirs, ids, encoding in zip(untruncated, batch["input_ids"], batch.encodings, strict=True):
+    for theirs, one, other in zip(published[::4], batch.encodings, fast, strict=True):
         whole = theirs[1:-1]
         kept = whole[: length - 2] if side == "right" else whole[max(0, len(whole) - length + 2) :]
-        assert ids[1:-1] == kept
-        assert (ids[0], ids[-1]) == (ours.cls_token_id, ours.sep_token_id)
-        assert bool(encoding.overflowing) == (len(whole) > length - 2)
+        for each in (one, other):
+            assert each.ids == [ours.cls_token_id, *kept, ours.sep_token_id]
+            assert bool(each.overflowing) == (len(whole) > length - 2)
 
 
 def test_saved_and_loaded(ours: Any, ordinary: Any, tmp_path: Path, real_texts: list[str]) -> None:
@@ -134,20 +124,13 @@ def test_saved_and_loaded(ours: Any, ordinary: Any, tmp_path: Path, real_texts: 
     mark = files["ours"]["tokenizer_config.json"].pop("words_first")
     assert mark == ours.backend_tokenizer.segmenter
     assert files["ours"] == files["ordinary"]
-    assert is_jieba(tmp_path / "ours")
-    assert not is_jieba(tmp_path / "ordinary")
-    plain = AutoTokenizer.from_pretrained(tmp_path / "ours")
-    assert plain("我们的新闻")["input_ids"] == ordinary("我们的新闻")["input_ids"]
-    for again in (words_first(plain), load_words_first(str(tmp_path / "ours"))):
-        assert again(real_texts[::20])["input_ids"] == ours(real_texts[::20])["input_ids"]
+    assert (is_jieba(tmp_path / "ours"), is_jieba(tmp_path / "ordinary")) == (True, False)
+    again = load_words_first(str(tmp_path / "ours"))
+    assert again(real_texts[::20])["input_ids"] == ours(real_texts[::20])["input_ids"]
 
 
-@pytest.mark.parametrize(
-    "config", [{}, {"tokenizer_class": "BertTokenizer"}, {"tokenizer_class": "JiebaTokenizer"}]
-)
-def test_a_published_folder_is_loaded(
-    folder: Path, ours: Any, tmp_path: Path, config: dict[str, str]
-) -> None:
+@pytest.mark.parametrize("config", [{}, {"tokenizer_class": "JiebaTokenizer"}])
+def test_a_published_folder_is_loaded(folder: Path, ours: Any, tmp_path: Path, config: Any) -> None:
     (tmp_path / "vocab.txt").write_bytes((folder / "vocab.txt").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "big_bird"}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -178,27 +161,16 @@ def test_added_tokens_are_whole(ours: Any) -> None:
 
 def test_it_is_silent_and_leaves_no_file(tmp_path: Path) -> None:
     """With an empty temporary folder and no compiled jieba to hide its warnings."""
-    code = (
-        "from toolkit.data.jieba_tokenizer import load_jieba; "
-        "assert load_jieba().cutter.lcut('今天的新闻', HMM=False) == ['今天', '的', '新闻']"
-    )
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    environment = os.environ | {
-        "TMPDIR": str(temporary),
-        "PYTHONPATH": str(ROOT),
-        "PYTHONPYCACHEPREFIX": str(tmp_path / "compiled"),
-    }
-    command = [sys.executable, "-W", "always:invalid escape", "-c", code]
-    ended = subprocess.run(command, env=environment, capture_output=True, timeout=300, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
+    (temporary := tmp_path / "temporary").mkdir()
+    code = "from toolkit.data import jieba_tokenizer as t; t.load_jieba().cutter.lcut('今天')"
+    env = {"TMPDIR": str(temporary), "PYTHONPYCACHEPREFIX": str(tmp_path / "compiled")}
+    done = start([sys.executable, "-W", "always:invalid escape", "-c", code], env=env)
+    assert (done.code, done.out, done.err) == (0, "", "")
     assert list(temporary.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("decoded", "wanted"),
-    [
-        ("华为 发布 mate 60 pro", "华为发布mate 60 pro"),
+def test_spaces_of_decoded_text(ours: Any) -> None:
+    for decoded, wanted in (
         ("华 为 发 布 mate 60 ， 售 价 3. 5 万 元 ！", "华为发布mate 60，售价3.5万元！"),
         ("他 说 “ 你 好 ” 。", "他说“你好”。"),
         ("the film ( 2019 ) is good .", "the film (2019) is good."),
@@ -207,15 +179,7 @@ def test_it_is_silent_and_leaves_no_file(tmp_path: Path) -> None:
         ("up 50 % : see [ 1 ]", "up 50%: see [1]"),
         ("a five - year plan - - 31 - 32 and c + + / d", "a five-year plan -- 31-32 and c ++ / d"),
         ("你 好 — — 北 京 网 易 ~ ~", "你好——北京网易~~"),
-        ("ｈｅｌｌｏ ｗｏｒｌｄ", "ｈｅｌｌｏ ｗｏｒｌｄ"),
-        ("", ""),
-    ],
-)
-def test_spaces_of_decoded_text(decoded: str, wanted: str) -> None:
-    assert without_token_spaces(decoded) == wanted
-    assert without_token_spaces(wanted) == wanted
-
-
-def test_readable_leaves_out_special_tokens(ours: Any) -> None:
+    ):
+        assert without_token_spaces(decoded) == without_token_spaces(wanted) == wanted
     ids = ours.convert_tokens_to_ids(["[CLS]", "##国", "的", "[UNK]", "喜欢", "[SEP]", "[PAD]"])
     assert readable(ours, ids) == "国的喜欢"

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import datasets
@@ -10,14 +9,12 @@ import numpy as np
 import pytest
 
 from tests.faults import refusal
-from toolkit.data.columns import require_columns
 from toolkit.data.labels import MULTI, REGRESSION, SINGLE, Labels, find_labels, natural_order
 from toolkit.data.table import Table
 
 NAMED = datasets.ClassLabel(names=["joy", "anger", "unused"])
 AB = ("a", "b")
 FLAGS = [[1, 1], [0, 1], [0, 0]]
-TEXTS = [f"text {number}" for number in range(490)]
 
 
 def table_of(labels: Sequence[Any], feature: Any = None, name: str = "f.csv") -> Table:
@@ -36,9 +33,8 @@ def labels_of(labels: Sequence[Any], feature: Any = None, **settings: Any) -> La
     return find_labels(table_of(labels, feature), ("label",), **settings)
 
 
-def encoded(labels: Labels, values: Sequence[Any], feature: Any = None) -> list[Any]:
-    encoded: list[Any] = labels.encode(table_of(values, feature, "v.csv")).tolist()
-    return encoded
+def encoded(labels: Labels, values: Sequence[Any], feature: Any = None) -> Any:
+    return labels.encode(table_of(values, feature, "v.csv")).tolist()
 
 
 @pytest.mark.parametrize(
@@ -62,9 +58,7 @@ def encoded(labels: Labels, values: Sequence[Any], feature: Any = None) -> list[
         (["a|b", "a"], {}, SINGLE, ("a", "a|b"), [1, 0]),
     ],
 )
-def test_what_a_column_means(
-    cells: Any, settings: Any, problem: Any, names: tuple[str, ...], targets: Any
-) -> None:
+def test_what_cells_mean(cells: Any, settings: Any, problem: Any, names: Any, targets: Any) -> None:
     labels = labels_of(cells, **settings)
     assert (labels.problem_type, labels.names, encoded(labels, cells)) == (problem, names, targets)
     assert labels.source().get("label_separator") == settings.get("separator")
@@ -82,98 +76,68 @@ def test_a_data_sets_own_names_keep_their_order() -> None:
     assert encoded(labels, [[0], [0, 2]], lists) == [[1, 0, 0], [1, 0, 1]]
 
 
-@pytest.mark.parametrize("names", [["a1", "a01", "a2"], ["1", "01", "-1"]])
-def test_classes_that_sort_alike_have_one_order(names: list[str]) -> None:
+def test_classes_that_sort_alike_have_one_order() -> None:
     """A set's order, which depends on the process, is not theirs."""
-    assert len({natural_order(order) for order in itertools.permutations(names)}) == 1
+    for names in (["a1", "a01", "a2"], ["1", "01", "-1"]):
+        assert len({natural_order(order) for order in itertools.permutations(names)}) == 1
 
 
-@pytest.mark.parametrize(
-    ("training", "other"),
-    [([1, 2], [1.0, 2.0]), ([1, 2], ["1", "2"]), ([1.0, 2.0], [1, 2]), (["1", "2"], [1, 2])],
-)
-def test_the_same_labels_in_another_type_are_the_same(
-    training: list[Any], other: list[Any]
-) -> None:
-    assert encoded(labels_of(training), other) == [0, 1]
+def test_the_same_labels_in_another_type_are_the_same() -> None:
+    for training, other in itertools.permutations([[1, 2], [1.0, 2.0], ["1", "2"]], 2):
+        assert encoded(labels_of(training), other) == [0, 1]
 
 
 def test_class_ids_for_a_model_without_class_names() -> None:
-    names = tuple(f"LABEL_{number}" for number in range(3))
-    labels = Labels(SINGLE, names, ("label",))
+    labels = Labels(SINGLE, ("LABEL_0", "LABEL_1", "LABEL_2"), ("label",))
     assert encoded(labels, ["2", "0", "LABEL_1"]) == [2, 0, 1]
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "problem"),
-    [
+def test_several_columns() -> None:
+    """Of several labels they hold nothing but 0 and 1."""
+    for one, other, problem in (
         ([1, 0], [1, 1], MULTI),
         (["1", "0"], ["1", "1"], MULTI),
         ([1.0, 0.0], [1, 1], MULTI),
         ([True, False], [1, 1], MULTI),
         (["4.5", "3"], ["2", "3"], REGRESSION),
-    ],
-)
-def test_several_columns(one: list[Any], other: list[Any], problem: str) -> None:
-    table = columns_table(toxic=one, rude=other, third=[5, 5])
-    labels = find_labels(table, ("toxic", "rude"))
-    assert (labels.problem_type, labels.names) == (problem, ("toxic", "rude"))
-    assert labels.encode(table).tolist() == np.array([one, other]).T.astype(float).tolist()
+    ):
+        table = columns_table(toxic=one, rude=other, third=[5, 5])
+        labels = find_labels(table, ("toxic", "rude"))
+        assert (labels.problem_type, labels.names) == (problem, ("toxic", "rude"))
+        assert labels.encode(table).tolist() == np.array([one, other]).T.astype(float).tolist()
+    labels = find_labels(columns_table(toxic=[1, 0], rude=[1, 1]), ("toxic", "rude"))
+    for odd in ([0, 2], [0, 0.5], ["0", "yes"], [0, None]):
+        table = columns_table("v.csv", toxic=[1, 0], rude=odd)
+        refusal(labels.encode, table, match=r"v\.csv, row 2")
 
 
-@pytest.mark.parametrize("odd", [2, 0.5, "yes", None])
-def test_several_columns_hold_nothing_but_0_and_1(odd: Any) -> None:
-    labels = find_labels(columns_table(a=[1, 0], b=[0, 1]), ("a", "b"))
-    cells = ["0", "yes"] if odd == "yes" else [0, odd]
-    refusal(labels.encode, columns_table("v.csv", a=[1, 0], b=cells), match=r"v\.csv, row 2")
+def test_columns_that_are_no_labels() -> None:
+    for cells, match in (
+        (["a", "a"], "at least two classes"),
+        ([["a"], ["a"]], "at least two classes"),
+        ([f"text {number}" for number in range(490)], "490 different values in 490 rows: is it"),
+        ([{"a": 1}, {"a": 2}], "holds {'a': 1}, no class"),
+        ([[["a"]], [["b"]]], "no class"),
+    ):
+        refusal(labels_of, cells, match=rf"f\.csv: .*'label'.*{match}")
 
 
-@pytest.mark.parametrize(
-    ("cells", "settings", "expected"),
-    [
-        (["a", "a"], {}, "at least two classes"),
-        ([["a"], ["a"]], {}, "at least two classes"),
-        ([[], []], {}, "at least two classes"),
-        (TEXTS, {}, "490 different values in 490 rows: is it the label"),
-        ([{"a": 1}, {"a": 2}], {}, "holds {'a': 1}, no class"),
-        ([[["a"]], [["b"]]], {}, "no class"),
-    ],
-)
-def test_columns_that_are_no_labels(cells: list[Any], settings: Any, expected: str) -> None:
-    refusal(labels_of, cells, **settings, match=rf"f\.csv: .*'label'.*{expected}")
-
-
-@pytest.mark.parametrize(
-    ("training", "settings", "other", "expected"),
-    [
-        (["a", "b"], {}, ["a", None], "no label.*--drop_empty_text"),
-        (["a", "b"], {}, ["a", ""], "no label"),
-        (["a", "None"], {}, ["a", None], "no label"),  # the class `None` is not the missing label
-        ([1.0, 2.0], {}, [1.0, float("nan")], "no label"),
-        ([["a"], ["b"]], {}, [["a"], None], "no labels"),
-        (["good", "bad"], {}, ["good", "god"], r"'god' .*did you mean good.* bad, good"),
-        ([1, 2], {}, [1.0, 1.5], r"'1\.5' does not occur in training"),
-        ([["a"], ["b"]], {}, [["a"], ["b", "c"]], "'c' does not occur in training"),
-        ([["a"], ["b"]], {}, ['["a"]', '["b"'], "is no list of labels.*--label_separator"),
-        ([[0], [1]], {}, [[1], [1, 0, 1]], "names a class twice"),
-        (["1.5", "2", "85%"], {}, ["2", "85%"], "'85%' is not a number.*--problem_type"),
-        ([1.5, 2], {}, ["1", "inf"], "'inf' is not a number"),
-        ([1.5, 2], {}, ["1", "1_5"], "'1_5' is not a number"),
-    ],
-)
-def test_a_label_that_cannot_be_meant_names_file_and_row(
-    training: Any, settings: Any, other: Any, expected: str
-) -> None:
-    labels = labels_of(training, **settings)
-    refusal(encoded, labels, other, match=rf"v\.csv, row 2: .*{expected}")
-
-
-def test_columns_that_are_missing() -> None:
-    other = Table.of(datasets.Dataset.from_dict({"text": ["a"], "y": ["b"]}), "v.csv", "d")
-    require = partial(require_columns, other, setting="label_column", usual=("label",))
-    refusal(require, None, match="name one of text, y with --label_column")
-    refusal(require, "z", match=r"no column 'z'")
-    refusal(labels_of(["a", "b"]).encode, other, match=r"v\.csv has no column 'label'")
+def test_a_label_that_cannot_be_meant_names_file_and_row() -> None:
+    for training, other, match in (
+        (["a", "b"], ["a", ""], "no label.*--drop_empty_text"),
+        (["a", "None"], ["a", None], "no label"),  # the class `None` is not the missing label
+        ([1.0, 2.0], [1.0, float("nan")], "no label"),
+        ([["a"], ["b"]], [["a"], None], "no labels"),
+        ([1, 2], [1.0, 1.5], r"'1\.5' does not occur in training"),
+        ([["a"], ["b"]], [["a"], ["b", "c"]], "'c' does not occur in training"),
+        ([["a"], ["b"]], ['["a"]', '["b"'], "is no list of labels.*--label_separator"),
+        ([[0], [1]], [[1], [1, 0, 1]], "names a class twice"),
+        (["1.5", "2", "85%"], ["2", "85%"], "'85%' is not a number.*--problem_type"),
+        ([1.5, 2], ["1", "inf"], "'inf' is not a number"),
+        ([1.5, 2], ["1", "1_5"], "'1_5' is not a number"),
+    ):
+        refusal(encoded, labels_of(training), other, match=rf"v\.csv, row 2: .*{match}")
+    refusal(labels_of([1, 2]).encode, columns_table("v.csv"), match=r"v\.csv has no column 'label'")
 
 
 def test_rows_without_labels() -> None:

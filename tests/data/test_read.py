@@ -42,9 +42,7 @@ def write(path: Path, content: str | bytes) -> str:
 
 
 @pytest.fixture(autouse=True, params=[7, text_files.BLOCK_ROWS])
-def _block_rows(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, toolkit_cache: Path
-) -> None:
+def _block_rows(request: Any, monkeypatch: pytest.MonkeyPatch, toolkit_cache: Path) -> None:
     """Every test runs a second time in small blocks, as large files are read."""
     monkeypatch.setattr(text_files, "BLOCK_ROWS", request.param)
 
@@ -66,28 +64,26 @@ def test_encodings(write_rows: WriteRows, kind: str) -> None:
     assert f"{gbk}, line {line}: not utf-8" in fault
     assert "pass --encoding gb18030" in fault
     assert "pass --encoding gb18030" in fault_of(gbk, encoding="gb2312")
-    assert read_file(gbk, encoding="gb18030").rows.to_list() == rows
-    utf8 = write_rows(f"b.{kind}", rows)
-    assert "pass --encoding utf-8" in fault_of(utf8, encoding="gb18030")
-    marked = write_rows(f"c.{kind}", rows, "utf-8-sig")
-    assert read_file(marked).rows.column_names == ["text", "label"]
+    assert "--encoding gbk8" in fault_of(gbk, encoding="gbk8")
+    marked = write_rows(f"b.{kind}", rows, "utf-8-sig")
     assert "byte order mark" in fault_of(marked, encoding="gb18030")
-    wide = write_rows(f"d.{kind}", rows, "utf-16")
+    wide = write_rows(f"c.{kind}", rows, "utf-16")
     assert "--encoding utf-16" in fault_of(wide)
-    assert read_file(wide, encoding="utf-16").rows.to_list() == rows
-    assert "--encoding gbk8" in fault_of(wide, encoding="gbk8")
+    for path, encoding in ((gbk, "gb18030"), (marked, "utf-8"), (wide, "utf-16")):
+        assert read_file(path, encoding=encoding).rows.to_list() == rows
+    plain = write_rows(f"d.{kind}", rows)
+    assert "pass --encoding utf-8" in fault_of(plain, encoding="gb18030")
 
 
 def test_what_is_no_file_to_read(tmp_path: Path) -> None:
-    (tmp_path / "reviews.csv").touch()
     (tmp_path / "folder.csv").mkdir()
+    path = write(tmp_path / "reviews.csv", "text\na\n")
     assert "(did you mean reviews.csv" in fault_of(str(tmp_path / "review.csv"))
     assert "is no file" in fault_of(str(tmp_path / "folder.csv"))
     assert "no file has such a name" in fault_of(str(tmp_path / "x-*.csv"))
     for name in ("a.md", "a", "b.csv.zip", "a.xlsx", "a.gz"):
         fault = fault_of(write(tmp_path / name, "text,label\na,1\n"))
         assert all(f".{kind}" in fault for kind in FORMATS)
-    path = write(tmp_path / "a.csv", "text\na\n")
     assert "--delimiter " in fault_of(path, delimiter="||")
 
 
@@ -99,15 +95,12 @@ GZIP = gzip.compress(b"text,label\na,1\n", mtime=0)
     ("name", "content", "expected"),
     [
         ("a.csv", "", "is empty"),
-        ("a.csv", "\n", "is empty"),
         ("a.csv", "text,label\n", "no rows"),
         ("a.json", "[]", "no rows"),
-        ("a.jsonl", "\n", "no rows"),
         ("a.json", "{", "not JSON"),
         ("a.jsonl", '{"text":"a"}\n{"text":\n', "line 2: not JSON"),
         ("a.jsonl", f"{DEEP}\n", "line 1: not JSON"),
         ("a.parquet", "abc", "cannot be read as .parquet"),
-        ("a.csv.gz", "not gzip", "cannot be read as .csv"),
         ("a.csv.gz", GZIP[:-6], "cannot be read as .csv"),
         ("a.csv.gz", GZIP[:12] + b"xyz" * 9, "cannot be read as .csv"),
         ("a.csv", b"PK\x03\x04\xff\xfe", "Excel workbook"),
@@ -124,9 +117,7 @@ GZIP = gzip.compress(b"text,label\na,1\n", mtime=0)
         ("a.jsonl", '{"y": 1}\n' * 9 + '{"y": "b"}\n', "row 10: field 'y' is 'b'|another type"),
     ],
 )
-def test_invalid_files_are_named(
-    tmp_path: Path, name: str, content: str | bytes, expected: str
-) -> None:
+def test_invalid_files_are_named(tmp_path: Path, name: str, content: Any, expected: str) -> None:
     assert re.search(expected, fault_of(write(tmp_path / name, content)))
 
 
@@ -142,15 +133,12 @@ def quoted(opening: str, closing: str) -> str:
     ("closing", "expected"),
     [
         ('the film " was good,1', "line 42: a double quote that begins a cell is not closed"),
-        ('said "yes",1', "line 42: a double quote that begins a cell is not closed"),
         ("none at all,1", "line 42: a double quote that begins a cell is not closed"),
         # valid CSV, but for the labels within
         ('a screen of 5",0', "row 41: a double quote that begins a cell takes in 129 rows"),
     ],
 )
-def test_an_unclosed_quote_and_the_way_out(
-    tmp_path: Path, separator: str, closing: str, expected: str
-) -> None:
+def test_an_unclosed_quote(tmp_path: Path, separator: str, closing: str, expected: str) -> None:
     content = quoted('"a text of its own,1', closing).replace(",", separator)
     path = write(tmp_path / ("a.csv" if separator == "," else "a.tsv"), content)
     line = fault_of(path)
@@ -168,41 +156,33 @@ def test_texts_of_several_lines_and_quotes_within_are_no_fault(tmp_path: Path) -
     assert rows[200:] == {"text": ['a\0b 5"', "a" * 200_000], "label": ["1", ""]}
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "options", "columns"),
-    [
+def test_files_as_they_come(tmp_path: Path) -> None:
+    for name, content, options, columns in (
         ("a.csv", "text|label\na,b|1\n", {"delimiter": "|"}, {"text": ["a,b"], "label": ["1"]}),
-        ("a.txt", "text\tlabel\na\t1\n", {"delimiter": "tab"}, {"text": ["a"], "label": ["1"]}),
-        ("a.csv", "a,1\n\nb,0", {"column_names": "text, y"}, {"text": ["a", "b"], "y": ["1", "0"]}),
-        ("a.csv", ",text\r\n0,a\r\n", {}, {"Unnamed: 0": ["0"], "text": ["a"]}),
-        ("a.txt", "a, 'b\n\n c\rd\r\n", {}, {"text": ["a, 'b", "", " c\rd"]}),
-        ("a.txt", "a\nb\n\nc\n", {"sample_by": "paragraph"}, {"text": ["a\nb", "c"]}),
-        ("a.json", '{"data": [{"text": "a"}]}', {}, {"text": ["a"]}),
-        ("a.json", '{"text": "a"}\n{"text": "b"}', {}, {"text": ["a", "b"]}),
-        ("a.jsonl", '{"a": 1}\n{"a": 1.5, "b": "x"}\n', {}, {"a": [1.0, 1.5], "b": [None, "x"]}),
-    ],
-)  # fmt: skip
-def test_files_as_they_come(
-    tmp_path: Path, name: str, content: str, options: Any, columns: Any
-) -> None:
-    path = write(tmp_path / name, content)
-    assert read_file(path, **options).rows.to_dict() == columns
+        ("b.txt", "text\tlabel\na\t1\n", {"delimiter": "tab"}, {"text": ["a"], "label": ["1"]}),
+        ("c.csv", "a,1\n\nb,0", {"column_names": "text, y"}, {"text": ["a", "b"], "y": ["1", "0"]}),
+        ("d.csv", ",text\r\n0,a\r\n", {}, {"Unnamed: 0": ["0"], "text": ["a"]}),
+        ("e.txt", "a, 'b\n\n c\rd\r\n", {}, {"text": ["a, 'b", "", " c\rd"]}),
+        ("f.txt", "a\nb\n\nc\n", {"sample_by": "paragraph"}, {"text": ["a\nb", "c"]}),
+        ("g.json", '{"data": [{"text": "a"}]}', {}, {"text": ["a"]}),
+        ("h.json", '{"text": "a"}\n{"text": "b"}', {}, {"text": ["a", "b"]}),
+        ("i.jsonl", '{"a": 1}\n{"a": 1.5, "b": "x"}\n', {}, {"a": [1.0, 1.5], "b": [None, "x"]}),
+    ):
+        assert read_file(write(tmp_path / name, content), **options).rows.to_dict() == columns
 
 
-def test_a_pattern_reads_all_its_files_in_natural_order(
-    write_rows: WriteRows, tmp_path: Path
-) -> None:
+def test_a_pattern_reads_its_files_in_natural_order(write_rows: WriteRows, tmp_path: Path) -> None:
     rows = [{"text": f"text {number}", "label": str(number % 2)} for number in range(40)]
     for place in range(10):
-        write_rows(f"part-{place}.csv", rows[4 * place : 4 * place + 4])
-    whole = read_file(str(tmp_path / "part-*.csv"))
+        write_rows(f"part-{place + 1}.csv", rows[4 * place : 4 * place + 4])
+    pattern = str(tmp_path / "part-*.csv")
+    whole = read_file(pattern)
     assert whole.rows.to_list() == rows
-    assert whole.where(9) == f"{tmp_path / 'part-2.csv'}, row 2"
-    assert "part-2.csv, row 2" in whole.listing([9])
-    write_rows("part-10.csv", [{"text": "a", "other": "b"}])
-    assert "part-10.csv has the columns text, other" in refusal(
-        lambda: read_file(str(tmp_path / "part-*.csv")).rows
-    )
+    assert whole.where(9) == f"{tmp_path / 'part-3.csv'}, row 2"
+    assert "part-3.csv, row 2" in whole.listing([9])
+    write_rows("part-11.csv", [{"text": "a", "other": "b"}])
+    says = ["part-11.csv has the columns text, other"]
+    refusal(lambda: read_file(pattern).rows, says=says)
 
 
 def test_the_digest_changes_with_the_content_and_how_it_is_read(write_rows: WriteRows) -> None:
@@ -214,14 +194,14 @@ def test_the_digest_changes_with_the_content_and_how_it_is_read(write_rows: Writ
 
 
 def test_a_folder_is_read_again_when_its_content_changes(tmp_path: Path) -> None:
-    digests = []
+    digests = set()
     path = tmp_path / "data" / "train.jsonl"
     path.parent.mkdir()
     for text in ("a", "b"):
         path.write_text(json.dumps({"text": text}))
         os.utime(path, (1, 1))
-        tables = read_hub(str(path.parent))
-        assert list(tables["train"].rows["text"]) == [text]
-        digests.append(tables["train"].digest)
-    assert digests[0] != digests[1]
+        table = read_hub(str(path.parent))["train"]
+        assert list(table.rows["text"]) == [text]
+        digests.add(table.digest)
+    assert len(digests) == 2
     refusal(read_hub, str(tmp_path / "nothing"), match="HF_HUB_OFFLINE")

@@ -57,37 +57,30 @@ def test_numbers_are_scikit_learns(problem: ProblemType) -> None:
     assert ("confusion_matrix" in numbers) == (problem == SINGLE)
 
 
-CORRELATION = np.corrcoef([1, 2, 4], [1, 3, 2])[0, 1]
-
-
-@pytest.mark.parametrize(
-    ("logits", "truth", "mse", "mae", "pearson"),
-    [
-        ([1, 2, 4], [1, 3, 2], 5 / 3, 1, CORRELATION),
+def test_regression_numbers() -> None:
+    """A constant has no correlation: 0."""
+    correlation = np.corrcoef([1, 2, 4], [1, 3, 2])[0, 1]
+    for logits, truth, mse, mae, pearson in (
+        ([1, 2, 4], [1, 3, 2], 5 / 3, 1, correlation),
         ([1, 1], [1, 2], 0.5, 0.5, 0),
         ([1, 2], [3, 3], 2.5, 1.5, 0),
         ([1], [2], 1, 1, 0),
-    ],
-)
-def test_regression_numbers(
-    logits: list[float], truth: list[float], mse: float, mae: float, pearson: float
-) -> None:
-    """A constant has no correlation: 0."""
-    numbers = numbers_of("regression", "y", np.c_[logits], np.array(truth))
-    assert numbers == pytest.approx({"mse": mse, "mae": mae, "pearson": pearson})
+    ):
+        numbers = numbers_of("regression", "y", np.c_[logits], np.array(truth))
+        assert numbers == pytest.approx({"mse": mse, "mae": mae, "pearson": pearson})
 
 
 SIGNS = {"accuracy": 1, "eval_loss": -1, "mae": -1, "pearson": 1, "perplexity": -1, "regret": 1}
 
 
-@pytest.mark.parametrize("metric", SIGNS)
-def test_best_metric(metric: str) -> None:
-    best = Best(metric)
-    name = metric.removeprefix("eval_")
-    assert (best.metric, best.sign) == (name, SIGNS[metric])
-    assert Best(metric, greater_is_better=False).sign == -1
-    best.check({name: 1.0, "note": "text"})
-    refusal(Best("note").check, {name: 1.0, "note": "text"}, match="note")
+def test_best_metric() -> None:
+    for metric, sign in SIGNS.items():
+        best = Best(metric)
+        name = metric.removeprefix("eval_")
+        assert (best.metric, best.sign) == (name, sign)
+        assert Best(metric, greater_is_better=False).sign == -1
+        best.check({name: 1.0, "note": "text"})
+    refusal(Best("note").check, {"loss": 1.0, "note": "text"}, match="note")
 
 
 @pytest.mark.parametrize("score", [np.float32(0.25), np.array(0.25), torch.tensor(0.25)])
@@ -110,27 +103,23 @@ def test_metrics_become_json(score: Any, tmp_path: Path) -> None:
     assert {key: line[key] for key in metrics} == expected
 
 
-@pytest.mark.parametrize(
-    ("metric", "values", "counters", "best_step"),
-    [
+def test_the_best_evaluation() -> None:
+    for metric, values, counters, best_step in (
         ("accuracy", [0.5, 0.6, 0.6, 0.4, 0.7], [0, 0, 1, 2, 0], 5),
         ("loss", [2.0, 1.0, 1.0, math.nan, 0.5], [0, 0, 1, 2, 0], 5),
         ("pearson", [None, math.nan], [0, 1], 1),
         ("loss", [math.nan, 3.0, None], [0, 0, 1], 2),
-    ],
-)
-def test_the_best_evaluation(
-    metric: str, values: list[Any], counters: list[int], best_step: int
-) -> None:
-    best = Best(metric)
-    for step, (value, counter) in enumerate(zip(values, counters, strict=True), 1):
-        assert best.update(Evaluation("validation", {metric: value}, None), step) is (counter == 0)
-        assert best.patience_counter == counter
-        state = json.loads(json.dumps(best.state(), allow_nan=False))
+    ):
         best = Best(metric)
-        best.restore(state)
-    assert best.step == best_step
-    reversed_best = Best(metric, greater_is_better=best.sign < 0)
+        for step, (value, counter) in enumerate(zip(values, counters, strict=True), 1):
+            evaluation = Evaluation("validation", {metric: value}, None)
+            assert best.update(evaluation, step) is (counter == 0)
+            assert best.patience_counter == counter
+            state = json.loads(json.dumps(best.state(), allow_nan=False))
+            best = Best(metric)
+            best.restore(state)
+        assert best.step == best_step
+    reversed_best = Best("loss", greater_is_better=True)
     reversed_best.restore(state)
     assert reversed_best.step == 0
-    refusal(best.update, Evaluation("validation", {"other": 1.0}, None), 9, says=[metric, "other"])
+    refusal(best.update, Evaluation("validation", {"other": 1.0}, None), 9, says=["loss", "other"])

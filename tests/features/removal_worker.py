@@ -29,8 +29,8 @@ def main() -> None:
     run = copy / "run"
     settings = ["--model_name_or_path", model, "--train_file", train_file, "--max_steps", 4, "--checkpoint_every", 2,
                 "--report_to", "none", "--global_batch_size", 8, "--max_length", 16, "--output_dir", run]  # fmt: skip
-    has_mistakes = (copy / "toolkit" / "features" / "mistakes").is_dir()
-    settings += ["--mistakes", 3] * has_mistakes
+    if (copy / "toolkit" / "features" / "mistakes").is_dir():
+        settings += ["--mistakes", 3]
     call("recipes.cls", *settings)
     uninterrupted = (run / "metrics.jsonl").read_text().splitlines()
     shutil.rmtree(run / "checkpoints" / "step-00000004")
@@ -48,7 +48,7 @@ def main() -> None:
     assert "accuracy" in json.loads((run / "eval.jsonl").read_text().splitlines()[-1])
     saved = importlib.import_module("toolkit.api").predict(run / "model", ["good film"])
     assert set(saved[0]) == {"prediction", "probabilities"}
-    if has_mistakes:
+    if "--mistakes" in settings:
         call("toolkit.cli", "mistakes", run)
         assert len((run / "mistakes.jsonl").read_text().splitlines()) == 3
         assert "Mistakes by class" in (run / "report.html").read_text()

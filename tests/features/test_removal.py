@@ -13,9 +13,7 @@ LIBRARIES = ("torch", "transformers", "datasets", "accelerate", "pandas", "sklea
 
 
 @pytest.mark.parametrize("name", ["all", "mistakes"])
-def test_without_it_the_core_works(
-    name: str, tiny_model: Path, reviews: Path, tmp_path: Path
-) -> None:
+def test_the_core_without_it(name: str, tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
     """`all`: without any feature; `mistakes`: with the one that docs/your-own-feature.md adds."""
     for part in ("toolkit", "recipes"):
         shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
@@ -24,10 +22,9 @@ def test_without_it_the_core_works(
         (folder / name).mkdir()
         (folder / name / "__init__.py").touch()
         page = (ROOT / "docs" / "your-own-feature.md").read_text(encoding="utf-8")
-        (folder / name / "feature.py").write_text(
-            page.split("```python\n")[1].split("```")[0], encoding="utf-8"
-        )
-    if name == "all":
+        code = page.split("```python\n")[1].split("```")[0]
+        (folder / name / "feature.py").write_text(code, encoding="utf-8")
+    else:
         for feature in filter(Path.is_dir, folder.iterdir()):
             shutil.rmtree(feature)
     recipe(tmp_path, tiny_model, reviews, script="tests/features/removal_worker.py", pages=True, imported=LIBRARIES,

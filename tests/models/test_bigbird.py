@@ -1,4 +1,6 @@
-"""The fast BigBird attention computes what transformers does, in training and evaluation, with and without padding."""
+"""The fast BigBird attention computes what transformers does, in training and evaluation, with and without padding; by
+flex_attention, too (on a GPU: tests/test_gpu.py).
+"""
 
 import copy
 from collections.abc import Iterator
@@ -6,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 from transformers import BigBirdConfig, BigBirdForSequenceClassification
 
 from tests.faults import refusal
 from toolkit.models import bigbird
+from toolkit.models.bigbird import attention as ways
 from toolkit.models.bigbird import gathered
 from toolkit.models.head_groups import head_groups
 
@@ -52,9 +56,7 @@ def batch(length: int, padding: str = "none", samples: int = 2) -> dict[str, tor
     return inputs
 
 
-def compare(
-    mine: Any, reference: Any, inputs: dict[str, torch.Tensor], forward: float, backward: float
-) -> None:
+def compare(mine: Any, reference: Any, inputs: Any, forward: float, backward: float) -> None:
     """Last hidden states, and the gradients of the embedded inputs and of every weight."""
     outputs = []
     for model in (mine, reference):
@@ -82,22 +84,17 @@ def compare(
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
     ("length", "padding", "changed"),
-    [(1024, "none", {}), (1100, "none", {}), (705, "both", {}), (1024, "both", {}), (1100, "both", {}),
+    [(1100, "none", {}), (705, "both", {}), (1024, "both", {}), (1024, "a whole sample", {}),
      (1152, "both", {"block_size": 32, "num_random_blocks": 1, "max_position_embeddings": 1152}),
-     (1024, "a whole sample", {}), (1024, "both", {"block_size": 16, "num_attention_heads": 4}),
      (4096, "right", {"hidden_size": 4, "num_attention_heads": 1, "num_hidden_layers": 1})],
 )  # fmt: skip
-def test_same_numbers_in_float64(
-    length: int, padding: str, changed: dict[str, int], training: bool
-) -> None:
+def test_same_numbers_in_float64(length: int, padding: str, changed: Any, training: bool) -> None:
     reference = make(training=training, **changed).double()
     compare(fast(reference), reference, batch(length, padding), 1e-12, 1e-12)
 
 
 @pytest.mark.parametrize(("length", "training"), [(1024, True), (1100, False)])
-def test_same_numbers_by_operators_of_any_device(
-    length: int, training: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_operators_of_any_device(length: int, training: bool, monkeypatch: Any) -> None:
     monkeypatch.setattr(gathered, "_attend", gathered._plain)
     monkeypatch.setattr(gathered, "_attend_backward", gathered._plain_backward)
     monkeypatch.setattr(gathered, "_flash", None)
@@ -107,7 +104,7 @@ def test_same_numbers_by_operators_of_any_device(
     compare(fast(reference), reference, {**batch(length), "position_ids": positions}, 1e-12, 1e-12)
 
 
-def test_groups_of_samples_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_samples_and_heads(monkeypatch: Any) -> None:
     """3 samples of 4 heads in groups of two samples, and of one sample's 3 heads and one."""
     reference = make(num_attention_heads=4, block_size=16).double()
     for blocks, groups in ((2 * 4 * 16, 2), (3 * 16, 6)):
@@ -135,7 +132,6 @@ def test_full_attention_by_name() -> None:
     for inputs in (batch(1024, "right"), batch(1101), batch(90, "right")):
         compare(model, reference, inputs, 1e-5, 1e-5)
     assert model.config.attention_type == "original_full"  # saved: it is loaded as it was trained
-    compare(fast(reference, "full"), reference, batch(800, "right"), 1e-5, 1e-5)
 
 
 def test_no_tensor_of_size_s_times_s() -> None:
@@ -165,8 +161,7 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_autocast(training: bool) -> None:
     """With an error like that of transformers in bfloat16 (whose autocast crashes on a CPU)."""
-    exact = make(training=training)
-    inputs = batch(1024, "right")
+    exact, inputs = make(training=training), batch(1024, "right")
     expected = exact(**inputs).logits
     theirs = (copy.deepcopy(exact).bfloat16()(**inputs).logits - expected).abs().max()
     model = fast(exact)
@@ -183,3 +178,98 @@ def test_errors() -> None:
     refusal(bigbird.install, torch.nn.Linear(2, 2), match="no BigBird encoder")
     full = make(attention_type="original_full")
     refusal(bigbird.install, full, match="attention_type='block_sparse'")
+
+
+@pytest.mark.parametrize(("block", "length", "training"), [(64, 1024, True), (16, 275, False)])
+def test_flex_attention_uncompiled(block: int, length: int, training: bool) -> None:
+    """On a CPU: the same block mask, repeats and biases as on CUDA, computed densely. In both cases some query blocks
+    read a key block more than once."""
+    reference = make(training=training, block_size=block).double().requires_grad_(False)
+    inputs = batch(length, "right" if training else "none")
+    expected = reference.bert(**inputs).last_hidden_state
+    states = fast(reference, "flex").bert(**inputs).last_hidden_state
+    torch.testing.assert_close(states, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.fixture
+def compiled(monkeypatch: Any) -> Iterator[list[Any]]:
+    """The compiled graphs, run by a backend that compiles nothing; as on CUDA each shape is one graph."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    options = {"backend": backend}
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, **more: real(call, **(options | more)))
+    monkeypatch.setattr(ways, "_compiled_on", lambda device: True)
+    monkeypatch.setattr(ways, "_compiles", {})
+    ways._compiled.cache_clear()
+    torch._dynamo.reset()
+    yield graphs
+    ways._compiled.cache_clear()
+    torch._dynamo.reset()
+
+
+BATCHES = [(1, 47), (2, 62), (3, 95), (4, 125), (5, 190), (6, 250), (8, 50)]
+
+
+def small(training: bool = False) -> tuple[Any, Any]:
+    """A model, and its copy with flex attention: with 12 to 64 blocks of 4 tokens, as many as for 4096 tokens in blocks
+    of 64."""
+    reference = make(training=training, block_size=4, max_position_embeddings=256)
+    return reference.requires_grad_(False), fast(reference, "flex")
+
+
+def assert_same(model: Any, reference: Any, samples: int, length: int) -> None:
+    inputs = batch(length, "right" if samples > 1 else "none", samples=samples)
+    expected = reference(**inputs).logits
+    torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_few_shapes_are_compiled_each_once(compiled: Any, recwarn: Any) -> None:
+    """And never dense scores, which torch computes by default from the ninth shape on."""
+    for training in (False, True):
+        reference, model = small(training)
+        for _ in range(2):  # the second time nothing is compiled, in any layer
+            for samples, length in BATCHES:
+                assert_same(model, reference, samples, length)
+    samples, _, tokens, _ = zip(*(shape[0] for shape in ways._compiles), strict=True)
+    assert (set(samples), set(tokens)) == ({1, 4}, {64, 128, 256})  # for any numbers
+    # evaluation always adds repeats to scores, training only with padding
+    assert len(compiled) == len(ways._compiles) == sum(ways._compiles.values()) <= 2 * 3 * 2
+    assert all("flex_attention" in graph.code for graph in compiled)
+    assert not [each for each in recwarn if "flex_attention has no kernel" in str(each.message)]
+
+
+@pytest.mark.parametrize("limit", [2, 0])
+def test_one_shape_too_many(limit: int, compiled: Any, monkeypatch: Any, recwarn: Any) -> None:
+    """`limit` kernels can be compiled."""
+    real = torch.compile
+    limits = {"recompile_limit": limit} if limit else {"backend": lambda *_: 1 / 0}
+    monkeypatch.setattr(torch, "compile", lambda call, **more: real(call, **(more | limits)))
+    reference, model = small()
+    for samples, length in 2 * BATCHES:
+        assert_same(model, reference, samples, length)
+    assert len(compiled) == sum(ways._compiles.values()) == limit
+    assert len(ways._compiles) > 4
+    assert any("no kernel" in str(each.message) for each in recwarn)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_backward_kernel_that_cannot_be_compiled(monkeypatch: Any) -> None:
+    """It is compiled in the forward pass, where gathered attention can still take over."""
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no valid choice")
+
+    def attend(query: Any, key: Any, value: Any, score: Any, mask: Any) -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value)
+
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: graph.forward, bw_compiler=broken)
+    kernel = torch.compile(attend, backend=backend, fullgraph=True)
+    monkeypatch.setattr(ways, "_compiled", lambda: kernel)
+    reference = make(num_hidden_layers=1)
+    with pytest.warns(UserWarning, match="no valid choice"):
+        compare(fast(reference, "flex"), reference, batch(1024, "right"), 1e-4, 1e-4)

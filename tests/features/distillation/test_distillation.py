@@ -34,18 +34,14 @@ def teacher() -> Path:
 def make_teacher(folder: Path) -> None:
     """A tiny classifier whose answers depend on the text, with its classes in another order than the data's."""
     torch.manual_seed(5)
-    model = AutoModelForSequenceClassification.from_pretrained(inputs.sharp_model(), num_labels=2)
-    tokenizer = AutoTokenizer.from_pretrained(inputs.tiny_model())
-    texts = list(pd.read_csv(inputs.reviews())["text"][:50])
-    encoded = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+    names = {"id2label": {0: "pos", 1: "neg"}, "label2id": {"pos": 0, "neg": 1}}
+    kind = {"problem_type": "single_label_classification"}
+    classifier = AutoModelForSequenceClassification
+    model = classifier.from_pretrained(inputs.sharp_model(), num_labels=2, **names, **kind)
     with torch.no_grad():
-        logits = model.eval()(**encoded).logits
-        model.classifier.weight *= 3 / logits.std(dim=0)[:, None]
-        model.classifier.bias -= logits.mean(dim=0) * 3 / logits.std(dim=0)
-    model.config.id2label, model.config.label2id = {0: "pos", 1: "neg"}, {"pos": 0, "neg": 1}
-    model.config.problem_type = "single_label_classification"
+        model.classifier.weight *= 100
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(inputs.tiny_model()).save_pretrained(folder)
 
 
 JOB = [*TINY, "--train_file", inputs.reviews, "--per_device_batch_size", 4, "--global_batch_size", 22, "--max_steps", 8,
@@ -85,15 +81,14 @@ def test_the_teacher_is_computed_once_and_a_resumed_run_continues(teacher: Path)
     again = distilled("single", "again", teacher, "--distillation_alpha", 1)
     half = distilled("single", "half", teacher, "--max_steps", 4, "--checkpoint_every", 4)
     saved = half / "checkpoints" / "step-00000004"
-    resumed = distilled("single", "resumed", teacher, "--checkpoint_every", 4, "--resume", saved)
+    resumed = distilled("single", "resumed", teacher, "--resume", saved)
     logs = [single.log(f"distilled {name}") for name in ("first", "again", "half", "resumed")]
     assert sum(log.count("training rows, once") for log in logs) == 1
-    assert losses_of(first) != pytest.approx(losses_of(alone), rel=1e-3)
-    assert losses_of(first) != pytest.approx(losses_of(again), rel=1e-3)
+    for other in (alone, again):
+        assert losses_of(first) != pytest.approx(losses_of(other), rel=1e-3)
+    assert_same_run(resumed, first, after=4)
     saved_model = AutoModelForSequenceClassification.from_pretrained(first / "model")
     assert saved_model.config.num_hidden_layers == len(saved_model.bert.encoder.layer) == 1
-    assert losses_of(half) == pytest.approx(losses_of(first)[:4], rel=1e-6)
-    assert losses_of(resumed) == pytest.approx(losses_of(first)[4:], rel=1e-6)
 
 
 @pytest.mark.multiprocess
@@ -107,13 +102,9 @@ def test_two_processes_compute_the_teacher_together(teacher: Path, tmp_path: Pat
     assert_same_run(run, distilled("single", "first", teacher))
 
 
-def test_unsuitable_teachers(
-    teacher: Path, tiny_model: Path, tiny_job: list[str], tmp_path: Path
-) -> None:
+def test_wrong_teachers(teacher: Path, tiny_model: Path, tiny_job: Any, tmp_path: Path) -> None:
     data = [*tiny_job, "--max_steps", 1, "--output_dir", tmp_path / "run"]
-    names, tokens = tmp_path / "names", tmp_path / "tokens"
-    for copy in (names, tokens):
-        shutil.copytree(teacher, copy)
+    names, tokens = (shutil.copytree(teacher, tmp_path / name) for name in ("names", "tokens"))
     labels = {"id2label": {0: "good", 1: "neg"}, "label2id": {"good": 0, "neg": 1}}
     edit_json(names / "config.json", **labels)
     AutoTokenizer.from_pretrained(teacher, do_lower_case=False).save_pretrained(tokens)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,20 +32,15 @@ def findings_in(out: str) -> dict[str, Finding]:
     """By name, each with the remedy below it."""
     findings = {}
     for line, following in itertools.pairwise(out.splitlines()):
-        match = LINE.fullmatch(line)
-        if match:
+        if match := LINE.fullmatch(line):
             level, name, text = match.groups()
-            _, _, remedy = following.partition("  -> ")
+            remedy = following.partition("  -> ")[2]
             findings[name] = Finding(name, level, text, remedy)  # type: ignore[arg-type]
     return findings
 
 
 def doctor(*words: str | Path, **options: object) -> Finished:
     return start([*DOCTOR, *words], seconds=90, **options)
-
-
-def gpus() -> dict[str, Finding]:
-    return {finding.name: finding for finding in machine.check_gpus()}
 
 
 def test_this_machine(tmp_path: Path) -> None:
@@ -64,51 +60,45 @@ def test_a_torch_that_cannot_be_imported(tmp_path: Path) -> None:
     assert torch_line.remedy.startswith("pip install")
 
 
-DRIVERS = {
-    "sees no GPU of 2": ("echo 550.54.15; echo 550.54.15", "torch"),
-    "version mismatch": ("echo 'Driver/library version mismatch'; exit 18", "driver"),
-}
-
-
-@pytest.mark.parametrize("text", DRIVERS)
-def test_the_driver(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script, name = DRIVERS[text]
+@pytest.mark.parametrize(
+    ("script", "name", "says"),
+    [
+        ("echo 550.54.15; echo 550.54.15", "torch", "sees no GPU of 2"),
+        ("echo 'Driver/library version mismatch'; exit 18", "driver", "version mismatch"),
+    ],
+)
+def test_the_driver(script: str, name: str, says: str, tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    finding = gpus()[name]
-    assert (finding.level, text in finding.text, bool(finding.remedy)) == ("FAIL", True, True)
+    (finding,) = (each for each in machine.check_gpus() if each.name == name)
+    assert (finding.level, says in finding.text, bool(finding.remedy)) == ("FAIL", True, True)
 
 
-def test_a_gpu_for_which_torch_has_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_for_which_torch_has_no_kernels(monkeypatch: Any) -> None:
     """V100 with a build for CUDA 13."""
-
-    def no_kernel(*_: object, **__: object) -> None:
-        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100")
-    monkeypatch.setattr(torch, "ones", no_kernel)
-    finding = gpus()["gpu 0"]
+    error = RuntimeError("CUDA error: no kernel image is available for execution on the device")
+    monkeypatch.setattr(torch, "ones", Mock(side_effect=error))
+    gpu = {"is_available": True, "device_count": 1, "get_device_name": "Tesla V100"}
+    for name, value in gpu.items():
+        monkeypatch.setattr(torch.cuda, name, Mock(return_value=value))
+    (finding,) = (each for each in machine.check_gpus() if each.name == "gpu 0")
     assert (finding.level, "Tesla V100" in finding.text) == ("FAIL", True)
     assert "older CUDA" in finding.remedy
 
 
 @pytest.mark.parametrize(("free", "level"), [(50 * GB, "ok"), (5 * GB, "warn"), (GB // 2, "FAIL")])
-def test_disk_and_shared_memory(
-    free: int, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "it's").mkdir()
+def test_disk_and_shared_memory(free: int, level: str, tmp_path: Path, monkeypatch: Any) -> None:
+    (folder := tmp_path / "it's").mkdir()
     usage = SimpleNamespace(total=free, free=free)
     monkeypatch.setattr(machine.psutil, "disk_usage", lambda path: usage)
-    disk = machine.check_disk(tmp_path / "it's" / "runs" / "today")
-    assert (disk.level, f"{tmp_path}/it's " in disk.text) == (level, True)
+    disk = machine.check_disk(folder / "runs" / "today")
+    assert (disk.level, f"{folder} " in disk.text) == (level, True)
     (shared,) = machine.check_shared_memory()
     assert shared.level == ("warn" if free < GB else "ok")
     monkeypatch.setattr(machine.os, "access", lambda *_: False)
-    unwritable = machine.check_disk(tmp_path / "it's")
+    unwritable = machine.check_disk(folder)
     assert unwritable.level == "FAIL"
     assert """it'"'"'s'`""" in unwritable.remedy
 
@@ -132,25 +122,13 @@ def findings(process: Process, timeout: float) -> dict[str, Finding]:
     return found
 
 
-# opens connections in silence, and sends nonsense, from an address of the run
-STRANGER = f"""
-import socket, time
-connections = []
-while True:
-    try:
-        connection = socket.create_connection(("{ADDRESSES["a"]}", {PORT}), timeout=1)
-        if len(connections) % 2:
-            connection.sendall(b"\\xff\\xff\\xff\\xffGET / HTTP/1.0")
-        connections.append(connection)
-    except OSError:
-        pass
-    time.sleep(0.2)
-"""
-
-
 @pytest.mark.namespaces
 def test_two_good_hosts_and_strangers_on_the_port(hosts: TwoHosts) -> None:
-    stranger = hosts.start("b", [sys.executable, "-c", STRANGER])
+    """They send nonsense from an address of the run, and stay."""
+    connect = f"exec {{fd}}<>/dev/tcp/{ADDRESSES['a']}/{PORT}"
+    nonsense = r"printf '\xff\xff\xff\xffGET / HTTP/1.0' >&$fd"
+    command = f"while true; do {connect} && {nonsense}; sleep 0.2; done"
+    stranger = hosts.start("b", ["bash", "-c", command])
     reports = doctors(hosts)
     stranger.kill()
     for found in reports.values():

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pandas
 import pytest
-import torch
-from transformers import AutoConfig
 
 import toolkit
 from tests.architectures import make_architecture
@@ -23,7 +21,7 @@ from toolkit.data.labels import MULTI, REGRESSION, SINGLE, Labels
 from toolkit.data.tokens import Split
 from toolkit.features.export import command
 from toolkit.features.export.command import compare, export
-from toolkit.features.export.runtimes import FILES, ExportedClassifier
+from toolkit.features.export.runtimes import FILES
 
 pytestmark = [
     pytest.mark.skipif(
@@ -32,7 +30,6 @@ pytestmark = [
     for name, extra in (("openvino", "openvino"), ("onnxruntime", "onnx"))
 ]
 KINDS = [(to, int8) for to in FILES for int8 in (False, True)]
-INPUTS = ["input_ids", "attention_mask", "token_type_ids"]
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +55,7 @@ def exported(model: Path) -> dict[tuple[str, bool], tuple[Path, Finished]]:
 
 
 @pytest.mark.parametrize(("to", "int8"), KINDS)
-def test_the_exported_model_predicts_the_same(
-    to: str, int8: bool, exported: Any, model: Path, reviews: Path
-) -> None:
+def test_equal_predictions(to: str, int8: bool, exported: Any, model: Path, reviews: Path) -> None:
     folder, done = exported[to, int8]
     result, command = done.out.splitlines()
     figures = r"accuracy [\d.]+ \(torch [\d.]+\), [\d.]+ % of the answers are the same"
@@ -73,46 +68,31 @@ def test_the_exported_model_predicts_the_same(
     assert result in card
     assert "## Labels" in card  # from the model's card
     texts = pandas.read_csv(reviews)["text"]
-    mine, theirs = (toolkit.predict(path, texts) for path in (folder, model))
-    chances = [np.array([line["probabilities"] for line in lines]) for lines in (mine, theirs)]
+    mine, theirs = (pandas.DataFrame(toolkit.predict(path, texts)) for path in (folder, model))
+    chances = [np.stack(table["probabilities"]) for table in (mine, theirs)]
     assert np.abs(chances[0] - chances[1]).max() < (0.3 if int8 else 1e-4)
-    same = [one["prediction"] == two["prediction"] for one, two in zip(mine, theirs, strict=True)]
-    assert np.mean(same) > 0.95
-    sizes = []
-    for kind in (False, True):
-        sizes.append(sum(path.stat().st_size for path in exported[to, kind][0].iterdir()))
+    assert (mine["prediction"] == theirs["prediction"]).mean() > 0.95
+    sizes = [sum(path.stat().st_size for path in exported[to, kind][0].iterdir())
+             for kind in (False, True)]  # fmt: skip
     assert sizes[1] < sizes[0]
 
 
 @pytest.mark.parametrize("to", FILES)
-def test_any_number_of_rows(to: str, exported: Any) -> None:
-    """A batch may be computed in parts; each row gets the logits that it gets alone."""
-    folder, _ = exported[to, False]
-    model = ExportedClassifier(folder, AutoConfig.from_pretrained(folder))
-    ids = torch.randint(5, 40, (5, 9), generator=torch.Generator().manual_seed(0))
-    alone = torch.cat([model(input_ids=row[None]).logits for row in ids])
-    for rows in (1, 2, 3, 5):
-        logits = model(input_ids=ids[:rows]).logits
-        torch.testing.assert_close(logits, alone[:rows], rtol=0, atol=1e-5)
-    assert len(alone.unique(dim=0)) == 5
-
-
-def test_the_docs_script(exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_docs_script(to: str, exported: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """By the runtime alone: names of inputs and outputs, any number of rows and tokens."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CI", "true")  # or openvino sends usage statistics
     page = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
-    blocks = [re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("python", "diff")]
-    script, diff = (block[1] for block in blocks if block)
-    for to in ("openvino", "onnx"):
-        for old, new in re.findall(r"^-(.+)\n\+(.+)\n", diff, re.MULTILINE) if to == "onnx" else ():
+    script, diff = (page.split(f"```{kind}\n")[1].split("```")[0] for kind in ("python", "diff"))
+    if to == "onnx":
+        for old, new in re.findall(r"^-(.+)\n\+(.+)\n", diff, re.MULTILINE):
             assert script.count(old) == 1
             script = script.replace(old, new)
-        Path("script.py").write_text(script, encoding="utf-8")
-        Path("OUT").unlink(missing_ok=True)
-        Path("OUT").symlink_to(exported[to, True][0])
-        script_names = runpy.run_path("script.py")
-        expected = toolkit.predict(exported[to, True][0], script_names["texts"])
-        assert script_names["answers"] == [line["prediction"] for line in expected]
+    Path("script.py").write_text(script, encoding="utf-8")
+    Path("OUT").symlink_to(exported[to, True][0])
+    script_names = runpy.run_path("script.py")
+    expected = toolkit.predict(exported[to, True][0], script_names["texts"])
+    assert script_names["answers"] == [line["prediction"] for line in expected]
 
 
 def test_no_usage_statistics(exported: Any, reviews: Path, tmp_path: Path) -> None:
@@ -122,36 +102,12 @@ def test_no_usage_statistics(exported: Any, reviews: Path, tmp_path: Path) -> No
     assert not (tmp_path / "intel").exists()
 
 
-def test_what_servers_need(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """text-embeddings-inference's router with its ONNX Runtime backend, and OpenVINO."""
-    monkeypatch.setenv("CI", "true")  # or openvino sends usage statistics
-    import onnxruntime
-    import openvino
-
-    folder = exported["onnx", True][0]
-    config = json.loads((folder / "config.json").read_text())
-    assert config["architectures"][0].endswith("Classification")
-    for name in ("max_position_embeddings", "pad_token_id", "hidden_size", "num_hidden_layers"):
-        assert isinstance(config[name], int)
-    assert (config["id2label"]["1"], config["label2id"]["pos"]) == ("pos", 1)
-    session = onnxruntime.InferenceSession(folder / "model.onnx")
-    assert [port.name for port in session.get_inputs()] == INPUTS
-    outputs = [(port.name, port.type) for port in session.get_outputs()]
-    assert outputs == [("logits", "tensor(float)")]
-    graph = openvino.Core().read_model(exported["openvino", True][0] / "openvino_model.xml")
-    assert [port.any_name for port in graph.inputs] == INPUTS
-    shapes = [port.partial_shape for port in graph.inputs]
-    assert [(shape.is_dynamic, len(shape)) for shape in shapes] == [(True, 2)] * 3
-
-
 def options(model: Path, out: Path, **more: Any) -> argparse.Namespace:
     defaults = {"to": "openvino", "int8": False, "max_changed": 2}
     return argparse.Namespace(model=str(model), out=str(out), **(defaults | more))
 
 
-def test_a_model_that_predicts_differently_and_its_decisions(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_predicts_differently(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """The error names the setting and a value that passes. decisions.json is copied."""
     run = shutil.copytree(model.parent, tmp_path / "run", symlinks=True)
     decisions = json.dumps({"labels": ["neg", "pos"], "temperature": 2.0})
@@ -165,12 +121,9 @@ def test_a_model_that_predicts_differently_and_its_decisions(
     assert (out / "decisions.json").read_text() == decisions
 
 
-def test_what_cannot_be_exported(
-    model: Path, exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, _ = exported["openvino", False]
-    refusal(export, options(model, folder), match="exists: name another folder")
+def test_what_is_refused(model: Path, exported: Any, tmp_path: Path, monkeypatch: Any) -> None:
     out = tmp_path / "out"
+    refusal(export, options(model, exported["openvino", False][0]), match="name another folder")
     copy = shutil.copytree(model, tmp_path / "alone")
     refusal(export, options(copy, out), match="is in no run's folder")
     sparse = make_architecture("BigBird", tmp_path / "sparse", ["a good film"])
@@ -182,26 +135,18 @@ def test_what_cannot_be_exported(
     refusal(export, options(model, out, int8=True), match=packages)
 
 
-LOGITS = np.array([[2.0, 1], [1, 2], [3, 0], [0, 1]])
-OTHER = np.array([[2.0, 1], [2, 1], [3, 0], [1, 0]])
-
-
-NUMBERS = LOGITS[:, :1]
-# kind -> (scores of torch, of the exported model, labels, percent, a part of the sentence)
-COMPARED: dict[Any, tuple[np.ndarray, np.ndarray, Any, float, str]] = {
-    SINGLE: (LOGITS, OTHER, [0, 0, 0, 1], 50, "accuracy 0.7500 (torch 0.7500), 50.00 % of the"),
-    MULTI: (LOGITS - 1.5, OTHER - 1.5, (LOGITS > 1.5) * 1.0, 25, "75.00 % of the answers are"),
-    REGRESSION: (NUMBERS, NUMBERS + 0.1, LOGITS[:, 0], 0.8, "99.20 % of the variance of"),
-}
-
-
-@pytest.mark.parametrize("kind", COMPARED)
-def test_compare(kind: Any) -> None:
-    before, after, truth, changed, says = COMPARED[kind]
-    rows = np.arange(4)
-    split = Split("validation", Path(), rows * 0, np.arange(5), np.array(truth), rows)
-    labels = Labels(kind, ("a", "b")[: before.shape[1]], ())
-    percent, sentence = compare(before, after, split, labels)
-    assert percent == pytest.approx(changed)
-    assert says in sentence
-    assert sentence.endswith("on 4 rows of validation")
+def test_compare() -> None:
+    rows, scores = np.arange(4), np.array([[2.0, 1], [1, 2], [3, 0], [0, 1]])
+    other = np.array([[2.0, 1], [2, 1], [3, 0], [1, 0]])
+    flags, number = (scores > 1.5) * 1.0, scores[:, :1]
+    for kind, before, after, truth, changed, says in (
+        (SINGLE, scores, other, [0, 0, 0, 1], 50, "accuracy 0.7500 (torch 0.7500), 50.00 % of the"),
+        (MULTI, scores - 1.5, other - 1.5, flags, 25, "75.00 % of the answers are"),
+        (REGRESSION, number, number + 0.1, scores[:, 0], 0.8, "99.20 % of the variance of"),
+    ):
+        split = Split("validation", Path(), rows * 0, np.arange(5), np.array(truth), rows)
+        labels = Labels(kind, ("a", "b")[: before.shape[1]], ())
+        percent, sentence = compare(before, after, split, labels)
+        assert percent == pytest.approx(changed)
+        assert says in sentence
+        assert sentence.endswith("on 4 rows of validation")

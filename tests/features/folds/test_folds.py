@@ -61,51 +61,43 @@ def test_planted_errors_are_found_the_most_certain_first() -> None:
     assert [(line["id"], line["prediction"]) for line in suspects] == [(7, "c"), (20, "a")]
 
 
-@pytest.mark.parametrize(
-    ("cells", "separator", "both"),
-    [
+def test_several_labels_that_no_row_has_together(tmp_path: Path) -> None:
+    """They are written as the file writes others."""
+    for cells, separator, both in (
         ({"tags": [["a"], ["b"], []]}, None, {"tags": ["a", "b"]}),
         ({"tags": ['["a"]', '["b"]', "[]"]}, None, {"tags": '["a", "b"]'}),
         ({"tags": ["a", "b", ""]}, ";", {"tags": "a;b"}),
         ({"a": ["1", "0", "0"], "b": ["0", "1", "0"]}, None, {"a": "1", "b": "1"}),
-    ],
-)
-def test_several_labels_that_no_row_has_together(
-    cells: dict[str, list[Any]], separator: str | None, both: dict[str, Any], tmp_path: Path
-) -> None:
-    """They are written as the file writes others."""
-    columns = {name: column * 20 for name, column in cells.items()}
-    table = table_of(tmp_path, {"text": [str(row) for row in range(60)], **columns})
-    lines = []
-    for row, label in enumerate([["a"], ["b"], []] * 20):
-        chances = [0.9 if name in label else 0.1 for name in NAMES]
-        lines.append({"id": row, "label": label, "prediction": label, "probabilities": chances})
-    lines[4] |= {"prediction": ["a", "b"], "probabilities": [0.95, 0.95]}
-    data = {"problem_type": MULTI, "labels": NAMES, "label_columns": list(columns)}
-    data["label_separator"] = separator
-    suspects = find_suspects(lines, data)
-    assert [line["id"] for line in suspects] == [4]
-    written = cells_by_label(lines, suspects, table, data)
-    assert written['["a", "b"]'] == both
-    assert written['["b"]'] == {name: column[1] for name, column in cells.items()}
-    (batch,) = correct.corrected(table, {4: both})
-    assert batch.to_pylist()[4] == {"text": "4", **both}
+    ):
+        columns = {name: column * 20 for name, column in cells.items()}
+        table = table_of(tmp_path, {"text": [str(row) for row in range(60)], **columns})
+        lines = []
+        for row, label in enumerate([["a"], ["b"], []] * 20):
+            chances = [0.9 if name in label else 0.1 for name in NAMES]
+            lines.append({"id": row, "label": label, "prediction": label, "probabilities": chances})
+        lines[4] |= {"prediction": ["a", "b"], "probabilities": [0.95, 0.95]}
+        data = {"problem_type": MULTI, "labels": NAMES, "label_columns": list(columns)}
+        data["label_separator"] = separator
+        suspects = find_suspects(lines, data)
+        assert [line["id"] for line in suspects] == [4]
+        written = cells_by_label(lines, suspects, table, data)
+        assert written['["a", "b"]'] == both
+        assert written['["b"]'] == {name: column[1] for name, column in cells.items()}
 
 
 def test_the_page_and_its_corrections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of two folds of 30 rows with a planted wrong label in row 7; a suggestion is written as the
     file writes this class."""
-    cells = ["B" if (row % 5 == 0) ^ (row == 7) else "A" for row in range(60)]
+    classes = [int((row % 5 == 0) ^ (row == 7)) for row in range(60)]
     texts = [f"text {row}" for row in range(60)]
-    table = table_of(tmp_path, {"text": texts, "label": cells, "source": ["x", "y"] * 30})
+    cells = {"text": texts, "label": ["AB"[each] for each in classes], "source": ["x", "y"] * 30}
+    table = table_of(tmp_path, cells)
     labels = Labels(SINGLE, NAMES, ("label",))
     lines = []
     for fold, rows in enumerate([np.arange(0, 60, 2), np.arange(1, 60, 2)], 1):
-        classes = [int((row % 5 == 0) ^ (row == 7)) for row in rows]
         chances = np.array([[0.1, 0.9] if row % 5 == 0 else [0.9, 0.1] for row in rows])
-        of_fold, numbers = single(NAMES, chances, classes)
-        for place, line in enumerate(of_fold):
-            line["id"] = place
+        of_fold, numbers = single(NAMES, chances, [classes[row] for row in rows])
+        of_fold = [line | {"id": place} for place, line in enumerate(of_fold)]
         make_run(tmp_path / f"fold-{fold}", labels, of_fold, numbers, label_columns=["label"])
         lines += predictions(tmp_path, fold, rows, texts)
     printed = write_page(tmp_path, table, lines, 2)
@@ -119,29 +111,29 @@ def test_the_page_and_its_corrections(tmp_path: Path, capsys: pytest.CaptureFixt
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "text 7" in page
     assert error["data"] in page
-    corrections = tmp_path / "corrections.jsonl"
-    leave_out = {"id": 8, "data": error["data"], "cells": None}
-    corrections.write_text(f"{json.dumps(error)}\n\n{json.dumps(leave_out)}\n")
 
-    def apply(file: str, output: str) -> None:
-        words = ["correct-labels", tmp_path / file, corrections, tmp_path / output]
+    def apply(file: str, output: str, *corrections: Any) -> None:
+        path = tmp_path / "corrections.jsonl"
+        path.write_text("".join(f"{json.dumps(each)}\n\n" for each in corrections))
+        words = ["correct-labels", tmp_path / file, path, tmp_path / output]
         correct.run(build_parser().parse_args([*map(str, words)]))
 
-    apply("rows.jsonl", "out.csv")
+    apply("rows.jsonl", "out.csv", error, {"id": 8, "data": error["data"], "cells": None})
     assert "59 rows, 1 corrected, 1 left out" in capsys.readouterr().out
     written = pd.read_csv(tmp_path / "out.csv")
     expected = table.rows.to_pandas()
     expected.loc[7, "label"] = "A"
     expected = expected.drop(index=8).reset_index(drop=True)
     pd.testing.assert_frame_equal(written.astype(str), expected.astype(str))
-    refusal(apply, "rows.jsonl", "out.csv", says=["out.csv exists"])
-    refusal(apply, "out.csv", "two.csv", says=["id 7", "other data"])
-    corrections.write_text(json.dumps(error | {"cells": {"lable": "A"}}))
-    refusal(apply, "rows.jsonl", "two.csv", says=["id 7", "other data"])
-    corrections.write_text('{"id": 7}')
-    refusal(apply, "rows.jsonl", "two.csv", says=["line 1", "id, data and cells"])
-    corrections.write_text(f"{json.dumps(error)}\n{json.dumps(error)}")
-    refusal(apply, "rows.jsonl", "two.csv", says=["id 7", "two corrections"])
+    wrong_name = error | {"cells": {"lable": "A"}}
+    for file, output, corrections, says in (
+        ("rows.jsonl", "out.csv", [error], ["out.csv exists"]),
+        ("out.csv", "two.csv", [error], ["id 7", "other data"]),
+        ("rows.jsonl", "two.csv", [wrong_name], ["id 7", "other data"]),
+        ("rows.jsonl", "two.csv", [{"id": 7}], ["line 1", "id, data and cells"]),
+        ("rows.jsonl", "two.csv", [error, error], ["id 7", "two corrections"]),
+    ):
+        refusal(apply, file, output, *corrections, says=says)
     assert not (tmp_path / "two.csv").exists()
     (tmp_path / "fold-1" / "predictions.jsonl").write_text("")  # of an evaluation of other rows
     refusal(predictions, tmp_path, 1, np.arange(30), texts, says=["fold-1", "--test_file"])

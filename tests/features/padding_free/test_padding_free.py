@@ -84,12 +84,7 @@ def reference_kernel(
 @pytest.mark.parametrize("kind", ["padded in attention", "varlen_attn"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_and_gradients_are_equal(
-    name: str,
-    kind: str,
-    on_gpu: bool,
-    load: Models,
-    accelerator: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, kind: str, on_gpu: bool, load: Models, accelerator: Any, monkeypatch: Any
 ) -> None:
     classifier, tokenizer = load(name)
     padded, packed = collators_of(tokenizer)
@@ -127,37 +122,25 @@ def test_a_row(tokenizer: Any) -> None:
     _, packed = collators_of(tokenizer)
     packed.rounds_up = True
     batch = packed(np.array([2, 0, 6]))
-    mask: Any = batch.inputs["attention_mask"]
-    assert mask.lengths == (20, 60, 1, 7)  # round_up(81) is 88
-    positions = batch.inputs["position_ids"][0, [0, 19, 20, 79, 80, 81, 87]]
-    assert positions.tolist() == [0, 19, 0, 59, 0, 0, 6]
-    assert batch.inputs["input_ids"][0, 81:].eq(tokenizer.pad_token_id).all()
-    assert batch.token_samples is not None
-    assert batch.token_samples[0].tolist() == [0] * 20 + [1] * 60 + [2] + [3] * 7
     assert (batch.tokens, batch.samples, batch.ids.tolist()) == (81, 3, [2, 0, 6])
-    short: Any = packed(np.array([4, 5]))  # padding texts are no longer than the longest text
-    assert short.inputs["attention_mask"].lengths == (3, 1, 3, 1)
+    for indices, lengths in (([2, 0, 6], (20, 60, 1, 7)), ([4, 5], (3, 1, 3, 1))):
+        mask: Any = packed(np.array(indices)).inputs["attention_mask"]
+        assert mask.lengths == lengths  # padding texts are no longer than the longest text
     assert len({round_up(tokens) for tokens in range(1024, 16385)}) == 4 * 8 + 1
     for tokens in range(64, 5000):
         assert tokens <= round_up(tokens) <= tokens * 9 / 8
 
 
-@pytest.mark.parametrize("name", ["DeBERTa-v3", "ALBERT", "BigBird", "Qwen3"])
-def test_unsupported_models_are_refused(name: str, load: Models, accelerator: Any) -> None:
-    classifier, tokenizer = load(name)
+def test_unsupported_models_are_refused(load: Models, accelerator: Any) -> None:
+    fine, tokenizer = load("BERT")
     _, packed = collators_of(tokenizer)
-    says = ["--padding_free", type(classifier).__name__]
-    refusal(packed.prepare_model, accelerator, classifier, says=says)
-
-
-def test_other_heads_and_attentions_are_refused(load: Models, accelerator: Any) -> None:
-    modern, tokenizer = load("ModernBERT")
-    _, packed = collators_of(tokenizer)
-    modern.config.classifier_pooling = "mean"
     eager, _ = load("BERT", attn_implementation="eager")
-    for model, says in ((modern, "logits"), (torch.nn.Linear(2, 2), "Linear"), (eager, "'eager'")):
+    pooled, _ = load("ModernBERT")
+    pooled.config.classifier_pooling = "mean"
+    refused = [(load(name)[0], "For") for name in ("DeBERTa-v3", "ALBERT", "BigBird", "Qwen3")]
+    refused += [(pooled, "logits"), (torch.nn.Linear(2, 2), "Linear"), (eager, "'eager'")]
+    for model, says in refused:
         refusal(packed.prepare_model, accelerator, model, says=["--padding_free", says])
-    fine, _ = load("BERT")
     inputs = packed(np.arange(7)).inputs
     with pytest.raises(AttributeError, match="Packed"):  # not prepared
         fine(**inputs)

@@ -1,8 +1,10 @@
-"""recipes/pretrain.py: equal losses under every strategy, checkpoints, and fine-tuning of its model."""
+"""recipes/pretrain.py: the losses of a plain loop, checkpoints, fine-tuning of its model; masks of whole words.
+
+Equal losses under every strategy: tests/test_sameness.py.
+"""
 
 import copy
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,120 +12,62 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import torch.nn.functional as F
+import transformers
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, BertForMaskedLM, pipeline
+from transformers import AutoModelForMaskedLM, AutoTokenizer, BertForMaskedLM, pipeline
 
-from tests import inputs
-from tests.architectures import make_architecture
+from tests import inputs, matrix
+from tests.architectures import make_architecture, make_tokenizer
 from tests.faults import refusal
-from tests.matrix import runs
-from tests.runs import lines_of, losses_of, start
+from tests.matrix import MASKED, runs
+from tests.runs import assert_same_run, lines_of, losses_of, start
 from tests.splits import global_batches
 from tests.test_long import converted
 from toolkit.data.batches import Batch
 from toolkit.data.token_files import load_split
-from toolkit.features.pretraining.data import MaskedSplit, MaskingCollator
+from toolkit.features.pretraining import data as module
+from toolkit.features.pretraining.data import Draw, MaskedSplit, MaskingCollator, draw_masks
 from toolkit.features.pretraining.model import load_masked_model, predict_masked_only
-from toolkit.features.pretraining.settings import EncoderSettings
+from toolkit.features.pretraining.settings import EncoderSettings, PretrainSettings
+from toolkit.features.pretraining.words import word_starts, words_of
 from toolkit.report.comparison import compare
 from toolkit.utils.cache import cache_folder
 
 CPU = torch.device("cpu")
-SEED, STEPS, STOPPED, RATE = 42, 7, 3, 3e-3  # 6 steps are an epoch
-COMMON = ["--max_steps", STEPS, "--eval_every", STEPS, "--dropout", 0, "--mixed_precision", "no", "--report_to", "none",
-          "--seed", SEED, "--global_batch_size", 11, "--per_device_batch_size", 3, "--per_device_eval_batch_size", 5,
-          "--learning_rate", RATE, "--lr_scheduler_type", "constant", "--weight_decay", 0,
-          "--max_grad_norm", 0, "--max_length", 48]  # fmt: skip
-SEVERAL = ["BERT", "RoBERTa", "XLM-R", "ModernBERT"]
-Runs = dict[str, Path]
+SEED, STEPS, STOPPED, RATE, MASKED_PART = 42, 5, 3, 3e-3, 0.4  # 4 steps are an epoch
+MODELS = ["BERT", "BigBird", "RoBERTa", "ModernBERT"]
 
 
-@pytest.fixture(scope="module")
-def texts() -> list[str]:
-    return list(pd.read_csv(inputs.reviews())["text"][:80])
+def model_of(name: str) -> Path:
+    """A small encoder with a head; the BigBird is converted from the BERT."""
+    made = {"BERT": inputs.masked_model, "BigBird": inputs.masked_bigbird}
+    if name in made:
+        return made[name]()
+    texts = list(pd.read_csv(inputs.reviews())["text"][:80])
+    return inputs.shared(f"masked {name}", lambda folder: make_architecture(name, folder, texts))
 
 
-@pytest.fixture(scope="module")
-def models(texts: list[str]) -> Runs:
-    """Small encoders with a head, and a BigBird converted from the BERT."""
-    made = {name: inputs.shared(f"masked {name}", lambda folder, name=name: make_architecture(name, folder, texts))
-            for name in SEVERAL[1:]}  # fmt: skip
-    return {"BERT": inputs.masked_model(), **made, "BigBird": inputs.masked_bigbird()}
+def masked(way: str, kind: str, *more: Any) -> Path:
+    return runs(way).run(f"masked {kind}", "recipes.pretrain", [*MASKED, *more])
 
 
-@pytest.fixture(scope="module")
-def data(texts: list[str]) -> list[Any]:
-    def make(folder: Path) -> None:
-        for name, some in (("train", texts[:64]), ("validation", texts[64:])):
-            lines = "".join(f"{text}\n" for text in some)
-            (folder / f"{name}.txt").write_text(lines, encoding="utf-8")
-
-    folder = inputs.shared("masked texts", make)
-    return ["--train_file", folder / "train.txt", "--validation_file", folder / "validation.txt"]
+def single(name: str) -> Path:
+    """The run of this model in one process."""
+    return masked("single", name, "--model_name_or_path", model_of(name))
 
 
-Masked = Callable[..., Path]
-
-
-@pytest.fixture(scope="module")
-def masked(models: Runs, data: list[Any]) -> Masked:
-    """`masked("zero3 x2", "BERT", ...)` -> the run of this model."""
-
-    def run(way: str, name: str, kind: str = "", *more: Any) -> Path:
-        job = ["--model_name_or_path", models[name], *data, *COMMON]
-        job += ["--mlm_probability", 0.3]
-        job += [] if name == "XLM-R" else ["--whole_word_mask", "true"]
-        job += ["--gradient_checkpointing", "true"] if name == "RoBERTa" else []
-        return runs(way).run(f"masked {name} {kind}".strip(), "recipes.pretrain", [*job, *more])
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def single(masked: Masked, models: Runs) -> Runs:
-    """The references, in one process."""
-    return {name: masked("single", name) for name in models}
-
-
-@pytest.fixture(scope="module")
-def stopped(masked: Masked) -> Path:
+def stopped() -> Path:
     steps = ["--max_steps", STOPPED, "--checkpoint_every", STOPPED]
-    return masked("zero3 x2", "BERT", "stopped", *steps)
-
-
-def assert_same(run: Path, reference: Path) -> None:
-    losses, expected = losses_of(run), losses_of(reference)
-    assert losses == pytest.approx(expected[-len(losses) :], rel=1e-5)
-    (mine, theirs) = (lines_of(folder / "eval.jsonl")[-1] for folder in (run, reference))
-    assert (mine["num_samples"], mine["masked_tokens"]) == (16, theirs["masked_tokens"])
-    assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-    assert mine["masked_accuracy"] == pytest.approx(theirs["masked_accuracy"], abs=1e-9)
-    assert [line["id"] for line in lines_of(run / "predictions.jsonl")] == list(range(16))
+    return masked("zero3 x2", "stopped", *steps)
 
 
 @pytest.mark.multiprocess
-def test_a_run_goes_on_under_another_way(masked: Masked, single: Runs, stopped: Path) -> None:
-    for name in ("BERT", "BigBird"):
-        assert np.ptp(losses_of(single[name])) > 0.1
-        assert lines_of(single[name] / "eval.jsonl")[-1]["masked_tokens"] > 30
-    assert losses_of(stopped) == pytest.approx(losses_of(single["BERT"])[:STOPPED], rel=1e-5)
-    saved = stopped / "checkpoints" / f"step-{STOPPED:08d}"
-    resumed = masked("single", "BERT", "resumed", "--per_device_batch_size", 11, "--resume", saved)
-    assert len(losses_of(resumed)) == STEPS - STOPPED
-    assert_same(resumed, single["BERT"])
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    ("way", "name"), [("zero3 x2", "RoBERTa"), ("ddp x2", "XLM-R"), ("fsdp2 x2", "ModernBERT")]
-)
-def test_strategies_agree(way: str, name: str, masked: Masked, single: Runs) -> None:
-    """Of a BERT and a BigBird: tests/test_sameness.py."""
-    assert_same(masked(way, name), single[name])
-
-
-def cross_entropy(logits: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(logits, truth, reduction="none")
+def test_a_run_goes_on_under_another_way() -> None:
+    saved = stopped() / "checkpoints" / f"step-{STOPPED:08d}"
+    resumed = masked("single", "resumed", "--per_device_batch_size", 11, "--resume", saved)
+    assert_same_run(resumed, single("BERT"), after=STOPPED)
+    assert np.ptp(losses_of(single("BERT"))) > 0.1
 
 
 def split_of(run: Path, name: str) -> MaskedSplit:
@@ -142,54 +86,54 @@ def as_transformers(batch: Batch) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def test_a_plain_loop_has_the_same_losses(single: Runs, models: Runs) -> None:
+def test_a_plain_loop_has_the_same_losses() -> None:
+    run = masked("single", "without clipping", "--weight_decay", 0, "--max_grad_norm", 0)
     options = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
-    model, losses = BertForMaskedLM.from_pretrained(models["BERT"], **options), []
+    model, losses = BertForMaskedLM.from_pretrained(model_of("BERT"), **options), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0)
-    split = split_of(single["BERT"], "train")
-    tokenizer = AutoTokenizer.from_pretrained(models["BERT"])
-    collate = MaskingCollator(split, tokenizer, CPU, SEED, 0.3)
+    split = split_of(run, "train")
+    tokenizer = AutoTokenizer.from_pretrained(model_of("BERT"))
+    collate = MaskingCollator(split, tokenizer, CPU, SEED, MASKED_PART)
     for number in range(STEPS):
-        epoch, place = divmod(number, 6)
+        epoch, place = divmod(number, 4)
         batch = collate.at(epoch)(global_batches(split.lengths, 11, SEED, epoch)[place])
         loss = model(**as_transformers(batch)).loss  # over all masked tokens of the batch
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert losses_of(single["BERT"]) == pytest.approx(losses, rel=1e-5)
+    assert losses_of(run) == pytest.approx(losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", [*SEVERAL, "BigBird"])
-def test_the_saved_model_is_what_was_evaluated(name: str, single: Runs) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_the_saved_model_is_what_was_evaluated(name: str) -> None:
     """Computed by transformers, text by text: every masked token counts once."""
-    run = single[name]
+    run = single(name)
     model, loading = AutoModelForMaskedLM.from_pretrained(run / "model", output_loading_info=True)
     assert not any(loading[kind] for kind in ("unexpected_keys", "mismatched_keys"))
     assert all("pooler" in key for key in loading["missing_keys"])  # BigBird's class has one
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    tokenizer = AutoTokenizer.from_pretrained(run / "model")
-    split = split_of(run, "validation")
+    split, tokenizer = split_of(run, "validation"), AutoTokenizer.from_pretrained(run / "model")
     collate = MaskingCollator(split, tokenizer, CPU, 1, 0.9)
-    loss, right, count = 0.0, 0, 0
+    losses, right = torch.zeros(0), torch.zeros(0)
     for index in range(len(split)):
-        inputs = as_transformers(collate(np.array([index])))
-        is_masked = inputs["labels"] != -100
-        truth = inputs.pop("labels")[is_masked]
+        encoded = as_transformers(collate(np.array([index])))
+        is_masked = encoded["labels"] != -100
+        truth = encoded.pop("labels")[is_masked]
         if name == "BigBird":  # the first short text would switch it to full attention for good
             model.bert.set_attention_type("block_sparse")
         with torch.no_grad():
-            logits = model.eval()(**inputs).logits[is_masked]
-        loss += cross_entropy(logits, truth).sum().item()
-        right += int((logits.argmax(-1) == truth).sum())
-        count += len(truth)
+            logits = model.eval()(**encoded).logits[is_masked]
+        losses = torch.cat([losses, F.cross_entropy(logits, truth, reduction="none")])
+        right = torch.cat([right, logits.argmax(-1) == truth])
     last = lines_of(run / "eval.jsonl")[-1]
-    assert (last["masked_tokens"], last["num_samples"]) == (count, 16)
-    assert last["loss"] == pytest.approx(loss / count, rel=1e-5)
-    assert last["perplexity"] == pytest.approx(np.exp(loss / count), rel=1e-4)
-    assert last["masked_accuracy"] == pytest.approx(right / count, abs=1e-9)
+    assert (last["masked_tokens"], last["num_samples"]) == (len(losses), 16)
+    assert len(losses) > 30
+    assert last["loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
+    assert last["perplexity"] == pytest.approx(losses.mean().exp().item(), rel=1e-4)
+    assert last["masked_accuracy"] == pytest.approx(right.mean().item())
     lines = lines_of(run / "predictions.jsonl")
-    assert sum(line["masked_tokens"] for line in lines) == count
+    assert sum(line["masked_tokens"] for line in lines) == len(losses)
     compared = compare([run]).runs[0].intervals["masked_accuracy"]
     assert compared["value"] == pytest.approx(last["masked_accuracy"], abs=1e-5)
 
@@ -205,27 +149,18 @@ def test_pages() -> None:
 
 
 @pytest.mark.multiprocess
-def test_a_sharded_checkpoint_is_converted(stopped: Path, tmp_path: Path) -> None:
-    model = converted(stopped, tmp_path / "out", BertForMaskedLM, STOPPED)
+def test_a_sharded_checkpoint_is_converted(tmp_path: Path) -> None:
+    model = converted(stopped(), tmp_path / "out", BertForMaskedLM, STOPPED)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-OTHERS = "ERNIE DistilBERT ALBERT DeBERTa-v2 EuroBERT NomicBERT GTE Longformer MobileBERT".split()
+OTHERS = "XLM-R ERNIE DistilBERT ALBERT DeBERTa-v2 EuroBERT NomicBERT GTE Longformer".split()
 
 
-@pytest.mark.parametrize("name", [*SEVERAL, "BigBird", *OTHERS])
-def test_logits_at_masked_positions(
-    name: str, models: Runs, texts: list[str], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", [*MODELS, *OTHERS])
+def test_logits_at_masked_positions(name: str) -> None:
     """Equal to those positions of all logits, with equal gradients."""
-    if name == "MobileBERT":  # its head reads the output layer's weights
-        sizes = {"vocab_size": 100, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
-                 "intermediate_size": 8, "embedding_size": 8, "intra_bottleneck_size": 8}  # fmt: skip
-        config = AutoConfig.for_model("mobilebert", **sizes)
-        plain = AutoModelForMaskedLM.from_config(config).eval()
-    else:
-        folder = models.get(name) or make_architecture(name, tmp_path / "model", texts)
-        plain = AutoModelForMaskedLM.from_pretrained(folder).eval()
+    plain = AutoModelForMaskedLM.from_pretrained(model_of(name)).eval()
     masked = copy.deepcopy(plain)
     predict_masked_only(masked)
     generator = torch.Generator().manual_seed(1)
@@ -243,7 +178,7 @@ def test_logits_at_masked_positions(
     torch.testing.assert_close(masked(input_ids=ids).logits, logits)
 
 
-def test_models_without_a_head(texts: list[str], tiny_model: Path, tmp_path: Path) -> None:
+def test_models_without_a_head(tiny_model: Path) -> None:
     settings = EncoderSettings(model_name_or_path=str(tiny_model))
     says = ["masked-language head", "--new_head true", "cls.predictions"]
     refusal(load_masked_model, settings, 1, says=says)
@@ -254,25 +189,29 @@ def test_models_without_a_head(texts: list[str], tiny_model: Path, tmp_path: Pat
     assert not torch.equal(heads[0], heads[2])
     for model in made:
         assert model.cls.predictions.decoder.weight is model.get_input_embeddings().weight
-    qwen = make_architecture("Qwen3", tmp_path / "qwen", texts)
-    settings = EncoderSettings(model_name_or_path=str(qwen))
+    settings = EncoderSettings(model_name_or_path=str(model_of("Qwen3")))
     refusal(load_masked_model, settings, 1, match="Qwen3")
 
 
-def test_other_recipes_take_the_model(single: Runs, tmp_path: Path) -> None:
+def test_other_recipes_take_the_model(tmp_path: Path) -> None:
     rows = [
-        {"text": "a good zyxomab " * place, "title": "good zyxomab", "label": place % 2}
-        for place in range(1, 19)
+        {"text": "a film " * place, "title": "good", "label": place % 2} for place in range(1, 19)
     ]
-    pd.DataFrame(rows).to_json(tmp_path / "rows.jsonl", orient="records", lines=True)
-    common = ["--train_file", tmp_path / "rows.jsonl", "--max_steps", 1, "--report_to", "none", "--learning_rate", 1e-9,
+    file = inputs.write_jsonl(tmp_path / "rows.jsonl", rows)
+    common = ["--train_file", file, "--max_steps", 1, "--report_to", "none", "--learning_rate", 1e-9,
               "--mixed_precision", "no", "--max_length", 48]  # fmt: skip
     last = "encoder.layer.1.output.dense.weight"
-    for script, name in (("cls", "BERT"), ("title", "BERT"), ("bigbird", "BERT"), ("bigbird", "BigBird")):  # fmt: skip
-        words = [*common, "--model_name_or_path", single[name] / "model"]
+    for script, name in (
+        ("cls", "BERT"),
+        ("title", "BERT"),
+        ("bigbird", "BERT"),
+        ("bigbird", "BigBird"),
+    ):
+        words = [*common, "--model_name_or_path", single(name) / "model"]
         run = runs("single").run(f"{script} of a masked {name}", f"recipes.{script}", words)
-        weights = load_file(run / "model" / "model.safetensors")
-        expected = load_file(single[name] / "model" / "model.safetensors")
+        weights, expected = (
+            load_file(folder / "model" / "model.safetensors") for folder in (run, single(name))
+        )
         pairs = {f"bert.{last}": f"bert.{last}"}
         if script == "title":
             pairs = {f"encoder.{last}": f"bert.{last}", f"decoder.bert.{last}": f"bert.{last}"}
@@ -282,9 +221,179 @@ def test_other_recipes_take_the_model(single: Runs, tmp_path: Path) -> None:
             torch.testing.assert_close(weights[mine], expected[pretrained], rtol=0, atol=1e-7)
 
 
-def test_prepared_tokens_are_those_of_the_run(single: Runs, models: Runs, data: list[Any]) -> None:
-    words = ["--model_name_or_path", models["XLM-R"], *data, "--max_length", 48]
-    prepared = start(["toolkit", "prepare", "pretrain", *map(str, words)]).succeeded()
-    assert "masked tokens" in prepared.out
-    facts = json.loads((single["XLM-R"] / "config.json").read_text())["data"]
+def test_prepared_tokens_are_those_of_the_run() -> None:
+    words = matrix.words_of([*MASKED, "--model_name_or_path", model_of("RoBERTa")])
+    prepared = start(["toolkit", "prepare", "pretrain", *words]).succeeded()
+    assert "masked whole words" in prepared.out
+    facts = json.loads((single("RoBERTa") / "config.json").read_text())["data"]
     assert facts["digest"] in prepared.out
+
+
+# Words separated by hand with bars: English and Chinese reviews, a headline, mixed text.
+ENGLISH = [
+    "This| |café| |doesn|'|t| |serve| |espresso| |for| |$|3|.|50|,| |sadly|.",
+    "state|-|of|-|the|-|art| |visuals|,| |extras| |and| |a| |naïve| |script|!",
+]
+CHINESE = [
+    "酒店|的|服务态度|非常|好|,|房间|也|很|干净|,|下次|还|会|再|来|。",
+    "京东|快递|小哥|态度|很|好",
+]
+MIXED = [
+    "😀| |我|用|iPhone15|拍照|,|很|清楚|。",
+    "买|了|一件|T恤|,|花|了|10|,|000|元|!",
+    "南京市|长江大桥| |is| |1|,|577| |m| |long|.",
+]
+
+
+@pytest.mark.parametrize("marked", [*ENGLISH, *CHINESE, *MIXED, "می\u200cخواهم| |بروم"])
+def test_words_are_those_separated_by_hand(marked: str) -> None:
+    text = marked.replace("|", "")
+    expected = [part for part in marked.split("|") if part.strip()]
+    assert [text[start:end] for start, end in words_of(text)] == expected
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Trained on the sentences; most words are several tokens."""
+    texts = [marked.replace("|", "") for marked in (*ENGLISH, *CHINESE, *MIXED)]
+    return {kind: make_tokenizer(kind, texts) for kind in ("wordpiece", "bpe", "unigram")}
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])
+@pytest.mark.parametrize("marked", [*ENGLISH, *CHINESE, *MIXED])
+def test_words_of_tokens(kind: str, marked: str, tokenizers: dict[str, Any]) -> None:
+    """Each start is that of a word; a word has none where it shares a token with the one before it."""
+    text = marked.replace("|", "")
+    encoded = tokenizers[kind](text, return_offsets_mapping=True, add_special_tokens=False)
+    offsets = encoded["offset_mapping"]
+    starts = word_starts(text, offsets)
+    assert len(starts) == len(encoded["input_ids"])
+    found = []
+    for (first, last), is_start in zip(offsets, starts, strict=True):
+        if is_start:
+            found.append(last - len(text[first:last].lstrip()))
+    words = [first for first, _ in words_of(text)]
+    assert found == words if kind == "wordpiece" else {*found} <= {*words}
+    assert sum(starts) < len(starts) or kind != "bpe"
+
+
+def drawn(draw: Draw, row: int, maskable: Any, starts: Any = None) -> np.ndarray:
+    return draw_masks(draw, np.array([row]), np.array([len(maskable)]), maskable, starts)
+
+
+@pytest.mark.parametrize("longest", [3, 200])
+def test_samples_together_have_the_masks_of_each_alone(longest: int) -> None:
+    """Only of tokens that may be masked, whole words, and of each sample at least one."""
+    draw, generator = Draw(3, 2, 0.15), np.random.default_rng(longest)
+    for maskable_part, starts_part in ((0.05, None), (1, None), (0.5, 0.3), (1, 0.8)):
+        lengths = generator.integers(1, longest, 40)
+        maskable = generator.random(lengths.sum()) < maskable_part
+        starts = None
+        if starts_part is not None:
+            starts = generator.random(lengths.sum()) < starts_part
+            starts[lengths.cumsum() - lengths] = True
+        rows = generator.permutation(1000)[:40]
+        masks = draw_masks(draw, rows, lengths, maskable, starts)
+        assert not (masks & ~maskable).any()
+        ends = lengths.cumsum()
+        for row, begin, end in zip(rows.tolist(), ends - lengths, ends, strict=True):
+            part = slice(begin, end)
+            of_words = None if starts is None else starts[part]
+            alone = drawn(draw, row, maskable[part], of_words)
+            assert alone.tolist() == masks[part].tolist()
+            assert alone.any() == maskable[part].any()
+            words = np.arange(end - begin) if of_words is None else of_words.cumsum()
+            masked_words = np.isin(words, words[alone])
+            assert (masked_words & maskable[part]).tolist() == alone.tolist()
+
+
+def test_masks_depend_on_seed_epoch_and_row_and_are_uniform() -> None:
+    maskable = np.ones(40, bool)
+    maskable[[0, 39]] = False
+    keys = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2**31 - 1, 1, 1))
+    masks = {tuple(drawn(Draw(seed, epoch, 0.25), row, maskable)) for seed, epoch, row in keys}
+    assert len(masks) == 5
+    draw = Draw(7, 1, 0.25)
+    frequency = np.mean([drawn(draw, row, maskable) for row in range(4000)], axis=0)
+    assert frequency[[0, 39]].tolist() == [0, 0]
+    assert frequency[1:39] == pytest.approx(0.25, abs=0.04)
+
+
+def random_split(lengths: list[int], words: bool = False) -> MaskedSplit:
+    generator = np.random.default_rng(4)
+    ids = [np.concatenate([[2], generator.integers(5, 127, length), [3]]) for length in lengths]
+    offsets = np.concatenate([[0], np.cumsum([*map(len, ids)])])
+    starts = None
+    if words:
+        starts = generator.random(offsets[-1]) < 0.5
+        starts[offsets[:-1]] = True
+    return MaskedSplit("train", Path(), np.concatenate(ids).astype(np.int32), offsets, np.array(lengths),
+                       np.arange(len(lengths)) * 3 + 7, words=starts)  # fmt: skip
+
+
+def collator_of(split: MaskedSplit, tokenizer: Any) -> MaskingCollator:
+    return MaskingCollator(split, tokenizer, torch.device("cpu"), seed=5, probability=0.4)
+
+
+@pytest.mark.parametrize("words", [False, True])
+def test_a_batch_holds_the_original_tokens(words: bool, tokenizer: Any) -> None:
+    split = random_split([9, 0, 30, 17], words)
+    collate = collator_of(split, tokenizer).at(epoch=1)
+    batch = collate(np.arange(4))
+    ids, positions = (batch.inputs[name] for name in ("input_ids", "target_positions"))
+    truth = batch.labels
+    counts = (truth != -100).sum(1).tolist()
+    assert counts == collate.loss_denominators(np.arange(4)).tolist()
+    assert counts[1] == 0
+    assert min(counts[0], counts[2], counts[3]) > 0
+    for row in range(4):
+        original = torch.from_numpy(split.tokens(row).astype(np.int64))
+        there = positions[row][truth[row] != -100]
+        assert torch.equal(original[there], truth[row][truth[row] != -100])
+        changed = (original != ids[row, : len(original)]).nonzero().flatten()
+        assert {*changed.tolist()} <= {*there.tolist()}  # nothing else is replaced
+    alone = collate(np.array([2]))  # equal masks in any batch
+    assert torch.equal(alone.inputs["input_ids"][0], ids[2, :32])
+
+
+def test_eighty_ten_ten(tokenizer: Any) -> None:
+    batch = collator_of(random_split([60] * 400), tokenizer).at(0)(np.arange(400))
+    real = batch.labels != -100
+    truth = batch.labels[real]
+    ids = batch.inputs["input_ids"].gather(1, batch.inputs["target_positions"])[real]
+    assert len(truth) == pytest.approx(0.4 * 400 * 60, rel=0.03)
+    is_mask = ids == tokenizer.mask_token_id
+    assert is_mask.float().mean() == pytest.approx(0.8, abs=0.01)
+    assert (ids == truth).float().mean() == pytest.approx(0.1 + 0.1 / 122, abs=0.01)
+    others = ids[(ids != truth) & ~is_mask]
+    assert module.ordinary_tokens(tokenizer)[others].all()
+    assert len(others.unique()) > 100
+
+
+def test_the_fixed_masks_of_an_evaluation(tokenizer: Any) -> None:
+    split = random_split([4000])
+    collate = collator_of(split, tokenizer)
+    assert collate.draw == module.EVALUATION_DRAW
+    labels = collate(np.arange(1)).labels
+    assert (labels != -100).sum() == pytest.approx(600, rel=0.1)
+    assert torch.equal(labels, collator_of(split, tokenizer)(np.arange(1)).labels)
+
+
+def test_texts_become_words(prepared: Any, tokenizer: Any) -> None:
+    texts = ("good film", "the [MASK] 很好", "z 很好", "é", "x" * 90, "fine " * 150, "fine " * 9000)
+    rows = [{"text": text} for text in texts]
+    more = {"validation_file": rows[:2], "mlm_probability": "0.15"}
+    data = prepared(rows, PretrainSettings, whole_word_mask=True, **more)
+    collate = collator_of(data.train, tokenizer)  # with the masks of evaluations
+    assert collate.loss_denominators(np.arange(len(rows)))[4] == 90  # one word
+    ends = data.train.offsets
+    words = [data.train.words[ends[row] : ends[row + 1]][1:-1].sum() for row in (0, 4)]
+    assert words == [2, 1]
+    assert prepared(rows, PretrainSettings, **more).train.words is None
+
+
+def test_a_tokenizer_without_a_mask_token(prepared: Any, tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\ngood\n")
+    plain = transformers.BertTokenizerFast(vocab=str(tmp_path / "vocab.txt"))
+    plain.mask_token = None
+    refusal(prepared, [{"text": "good"}] * 9, PretrainSettings, tokenizer=plain, match="mask token")

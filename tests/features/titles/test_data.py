@@ -1,5 +1,8 @@
-"""toolkit/features/titles/data.py: columns, rows and tokens of titles."""
+"""toolkit/features/titles: columns, rows and tokens of titles; ROUGE against rouge-chinese, and by hand."""
 
+import os
+import re
+import unicodedata
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -7,8 +10,11 @@ from typing import Any
 import pytest
 
 from tests.faults import refusal
+from tests.inputs import CHINESE
 from toolkit.data.prepare import Data
+from toolkit.features.titles import rouge
 from toolkit.features.titles.data import Titles
+from toolkit.features.titles.evaluation import title_metrics
 from toolkit.features.titles.settings import TitleSettings
 
 Row = dict[str, Any]
@@ -26,63 +32,48 @@ def prepared(prepared: Callable[..., Any]) -> Callable[..., Data]:
     return partial(prepared, kind=TitleSettings)
 
 
-UNCLEAR = "which column is the title"
-
-
-@pytest.mark.parametrize(
-    ("columns", "settings", "expected"),
-    [
-        (["text", "title"], {}, ("text", "title")),
-        (["article", "highlights"], {}, ("article", "highlights")),
-        (["正文", "标题"], {}, ("正文", "标题")),
-        (["text", "Headline"], {}, ("text", "Headline")),
-        (["headline", "title", "text"], {}, ("text", "title")),  # `title` before `headline`
-        (["text", "title", "lead"], {"title_column": "lead"}, ("text", "lead")),
-        (["lead", "text", "title"], {"text_column": "lead,text"}, ("lead,text", "title")),
-        (["title,text", "title"], {"text_column": "title,text"}, ("title,text", "title")),
-        (
-            ["text", "lead", "body"],
-            {},
-            ["which column is the title", "lead, body", "--title_column"],
-        ),
-        (["text"], {}, ["which column is the title", "no other than the text"]),
-        (
-            ["text", "title"],
-            {"title_column": "titel"},
-            ["no column 'titel'", "did you mean title?"],
-        ),
-        (
-            ["text", "a", "b"],
-            {"title_column": "a,b"},
-            ["--title_column a,b: name one"],
-        ),
-        (["text", "title"], {"title_column": "text"}, ["column text is to be read and predicted"]),
-        (["title"], {"text_column": "title"}, ["column title is to be read and predicted"]),
-    ],
-)
-def test_the_column_of_titles(
-    prepared: Prepare, columns: list[str], settings: dict[str, Any], expected: Any
-) -> None:
-    rows = [dict.fromkeys(columns, f"film {number}") for number in range(4)]
-    if isinstance(expected, tuple):
-        data = prepared(rows, **settings)
-        assert (data.text_column, data.targets) == (expected[0], Titles(expected[1], 32))
-    else:
-        refusal(prepared, rows, **settings, says=expected)
+def test_the_column_of_titles(prepared: Prepare) -> None:
+    for columns, settings, expected in (
+        ("text title", {}, ("text", "title")),
+        ("article highlights", {}, ("article", "highlights")),
+        ("正文 标题", {}, ("正文", "标题")),
+        ("text Headline", {}, ("text", "Headline")),
+        ("headline title text", {}, ("text", "title")),  # `title` before `headline`
+        ("text title lead", {"title_column": "lead"}, ("text", "lead")),
+        ("lead text title", {"text_column": "lead,text"}, ("lead,text", "title")),
+        ("title,text title", {"text_column": "title,text"}, ("title,text", "title")),
+        ("text lead body", {}, "the title? name one of lead, body with --title_column"),
+        ("text", {}, "which column is the title? there is no other than the text"),
+        ("text title", {"title_column": "titel"}, "no column 'titel' (did you mean title?"),
+        ("text a b", {"title_column": "a,b"}, "--title_column a,b: name one"),
+        ("text title", {"title_column": "text"}, "column text is to be read and predicted"),
+    ):
+        rows = [dict.fromkeys(columns.split(), f"film {number}") for number in range(4)]
+        if isinstance(expected, str):
+            refusal(prepared, rows, **settings, says=[expected])
+        else:
+            data = prepared(rows, **settings)
+            assert (data.text_column, data.targets) == (expected[0], Titles(expected[1], 32))
 
 
 def test_rows_and_files_without_a_title_are_named(prepared: Prepare) -> None:
+    """A test split without any is left out with a note."""
     titles = ("film", "", "film", " \n\t", None)
     rows = [row | {"title": title} for row, title in zip(news(5), titles, strict=True)]
-    message = "the title in column 'title' is empty in 3 of 5 rows (rows 2, 4, 5)"
-    says = ["validation_file.jsonl", message, "--drop_empty_text"]
+    says = ["validation_file.jsonl", "empty in 3 of 5 rows (rows 2, 4, 5)", "--drop_empty_text"]
     refusal(prepared, news(3), validation_file=rows, says=says)
     others = [{"text": "a", "headline": "b"}]
-    message = "validation_file.jsonl has no column 'title': it has text, headline"
-    refusal(prepared, news(4), validation_file=others, says=[message])
-    empty = [row | {"title": " "} for row in news(3)]
+    says = ["validation_file.jsonl has no column 'title': it has text, headline"]
+    refusal(prepared, news(4), validation_file=others, says=says)
+    bare = [row | {"title": " "} for row in news(3)]
     says = ["train_file.jsonl", "every title in column 'title' is empty", "--title_column"]
-    refusal(prepared, empty, validation_file=news(3), drop_empty_text=True, says=says)
+    refusal(prepared, bare, validation_file=news(3), drop_empty_text=True, says=says)
+    data = prepared(news(4), validation_file=news(2), test_file=bare)
+    assert data.test is None
+    assert [note for note in data.notes if note.startswith("test ") and "left out" in note]
+    says = ["test_file.jsonl: the title in column 'title' is empty in 2 of 3 rows (rows 1, 2)"]
+    some = [*bare[:2], news(3)[2]]
+    refusal(prepared, news(4), validation_file=news(2), test_file=some, says=says)
 
 
 def test_rows_without_a_title_are_left_out_when_asked(prepared: Prepare) -> None:
@@ -110,17 +101,6 @@ def test_tokens_of_titles(prepared: Prepare, tokenizer: Any, max_length: int) ->
             assert split.target_ids[span].tolist() == title
             assert split.loss_denominators()[index] == len(title) - 1 <= max_length
             assert split.tokens(index).tolist() == tokenizer(row["text"])["input_ids"]
-    assert data.targets == Titles("title", max_length)
-
-
-def test_a_test_split_without_titles_is_left_out_with_a_note(prepared: Prepare) -> None:
-    bare = [row | {"title": place % 2 * " " or None} for place, row in enumerate(news(3))]
-    data = prepared(news(4), validation_file=news(2), test_file=bare)
-    assert data.test is None
-    assert [note for note in data.notes if note.startswith("test ") and "left out" in note]
-    some = [*bare[:2], news(3)[2]]
-    message = "test_file.jsonl: the title in column 'title' is empty in 2 of 3 rows (rows 1, 2)"
-    refusal(prepared, news(4), validation_file=news(2), test_file=some, says=[message])
 
 
 @pytest.mark.parametrize("settings", [{"title_column": "lead"}, {"max_target_length": 3}])
@@ -130,3 +110,73 @@ def test_settings_of_titles_change_the_cached_folder(prepared: Prepare, settings
     changed = prepared(rows, validation_file=rows, **settings)
     assert changed.folder != plain.folder
     assert settings.items() <= changed.facts.items()
+
+
+def cut_by_jieba(text: str) -> str:
+    """As users of rouge-chinese do, after the same normalisation."""
+    import jieba
+
+    jieba.setLogLevel(60)
+    jieba.dt.tmp_dir = os.environ["TOOLKIT_TESTS_FOLDER"]  # its cache file, removed at the end
+    words = jieba.lcut(unicodedata.normalize("NFKC", text).lower())
+    return " ".join(word for word in words if any(letter.isalnum() for letter in word))
+
+
+def cut_into_characters(text: str) -> str:
+    text = unicodedata.normalize("NFKC", text).lower()
+    spaced = re.sub("([㐀-鿿豈-﫿〇぀-ヿ])", r" \1 ", text)
+    whole_numbers = re.sub(r"(?<=\d)\.(?=\d)", "ⴰ", spaced)  # a letter no title contains
+    return re.sub(r"[\W_]+", " ", whole_numbers).replace("ⴰ", ".").strip()
+
+
+@pytest.mark.parametrize(
+    ("segmenter", "cut"), [("jieba", cut_by_jieba), ("char", cut_into_characters)]
+)
+def test_chinese_titles_score_as_in_rouge_chinese(segmenter: str, cut: Any) -> None:
+    """Each title and text for each title: sentences that share words, and others."""
+    rouge_chinese = pytest.importorskip("rouge_chinese")
+    pairs = [(text, title) for row in CHINESE for text in row for title, _ in CHINESE]
+    predictions, references = map(list, zip(*pairs, strict=True))
+    ours = rouge.scores(predictions, references, segmenter)
+    # counts n-grams as ROUGE is defined: by default it takes sets
+    words = [*map(cut, predictions)], [*map(cut, references)]
+    theirs = rouge_chinese.Rouge(exclusive=False).get_scores(*words)
+    for pair, mine, other in zip(pairs, ours, theirs, strict=True):
+        expected = [other[name]["f"] for name in ("rouge-1", "rouge-2", "rouge-l")]
+        # it adds 1e-8 to a denominator
+        assert list(mine.values()) == pytest.approx(expected, abs=1e-7), pair
+
+
+def test_counted_by_hand() -> None:
+    for prediction, reference, segmenter, expected in (
+        # tokens: the cat sat | the cat ran home: 2 of 3 and 4; 1 of 2 and 3 bigrams; LCS the cat
+        ("The cat sat.", "the cat ran home", "word", (4 / 7, 2 / 5, 4 / 7)),
+        # a word that occurs twice on one side counts once
+        ("the the", "the cat", "word", (1 / 2, 0, 1 / 2)),
+        # the order matters to LCS only
+        ("b a", "a b", "word", (1, 0, 1 / 2)),
+        # mate60 and 3.5 are words
+        ("Mate60 售 3.5", "mate60 3.5", "char", (4 / 5, 0, 4 / 5)),
+        # full-width is the same
+        ("２０２４年Ｔ恤！", "2024年t恤", "jieba", (1, 1, 1)),
+        # numbers and marks
+        ("涨50%，到3.5亿", "涨 50%", "jieba", (4 / 7, 2 / 5, 4 / 7)),
+        ("《》——……😀", "a", "char", (0, 0, 0)),
+        ("", "a b", "word", (0, 0, 0)),
+    ):
+        (scores,) = rouge.scores([prediction], [reference], segmenter)
+        assert scores == pytest.approx(dict(zip(rouge.KINDS, expected, strict=True)))
+
+
+def test_auto_goes_by_the_references() -> None:
+    for references, segmenter in (
+        (["Ink helps drive democracy in Asia", "the character 好 means good"], "word"),
+        (["Apple 发布 iPhone 新品", "华为手机"], "jieba"),
+        (["새 휴대폰 발표"], "char"),
+        (["Новый телефон"], "char"),
+        (["Le président élu à Paris hier"], "word"),
+        (["", "2024 !"], "word"),
+    ):
+        assert rouge.resolve("auto", references) == segmenter
+        assert title_metrics(references, references)["rouge_segmenter"] == segmenter
+    assert rouge.resolve("char", ["a"]) == "char"

@@ -5,40 +5,36 @@ of texts, texts cut at 640 tokens (full attention). `varied`: from an encoder-de
 each text, with uncut texts (sparse attention above 704 tokens), in the same micro-batches on 1, 2 and 3 processes.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    BertConfig,
-    BertModel,
-    BertTokenizerFast,
-    EncoderDecoderModel,
-)
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from transformers import AutoConfig, AutoTokenizer, BertConfig, BertModel, EncoderDecoderModel
 
+from recipes import title
 from tests import inputs
 from tests.matrix import TITLES, runs
-from tests.runs import WAYS, lines_of, losses_of, slow_but, start
+from tests.runs import WAYS, assert_same_run, lines_of, losses_of, slow_but, start
 from tests.splits import global_batches
 from tests.test_long import converted
 from toolkit.config import PretrainedSettings
 from toolkit.data.jieba_tokenizer import WordBackend
 from toolkit.data.tokenizer import load_tokenizer
+from toolkit.features.titles.evaluation import Writer
 from toolkit.features.titles.model import load_title_model
 from toolkit.features.titles.readable import readable
 from toolkit.features.titles.settings import GenerationSettings
 from toolkit.models.to_bigbird import long_model
 
-SEED, LONGEST, STEPS, STOPPED = 42, 16, 4, 2
-SCORES = ("rouge1", "rouge2", "rougeL")
+SEED, LONGEST, STOPPED = 42, 16, 2
 
 
 def writer() -> Path:
@@ -61,7 +57,7 @@ def make_writer(folder: Path) -> None:
 
 VARIED = [*TITLES, "--model_name_or_path", writer, "--eval_every", STOPPED, "--learning_rate", "1e-3", "--max_length",
           4096, "--global_batch_size", 12, "--per_device_batch_size", 2, "--per_device_eval_batch_size", 2,
-          "--no_repeat_ngram_size", 1]  # fmt: skip
+          "--no_repeat_ngram_size", 1, "--metric_for_best_model", "loss"]  # fmt: skip
 
 
 def varied(way: str = "single") -> Path:
@@ -80,31 +76,15 @@ def resumed() -> Path:
     return runs("single").run("titles resumed", "recipes.title", words)
 
 
-def evaluations(run: Path) -> dict[int, dict[str, Any]]:
-    """The first one of each step."""
-    return {line["step"]: line for line in reversed(lines_of(run / "eval.jsonl"))}
-
-
-def assert_same(run: Path, reference: Path, steps: range = range(STEPS)) -> None:
-    assert losses_of(run) == pytest.approx(losses_of(reference)[steps.start : steps.stop], rel=1e-5)
-    ours, theirs = (evaluations(folder) for folder in (run, reference))
-    evaluated = [step for step in theirs if step - 1 in steps]
-    assert evaluated
-    for step in evaluated:
-        line, expected = ours[step], theirs[step]
-        assert line["split"] == expected["split"]
-        assert line["num_samples"] == expected["num_samples"] == 12
-        for name in ("loss", *SCORES):
-            assert line[name] == pytest.approx(expected[name], rel=1e-5)
-    if steps.stop == STEPS:
-        assert lines_of(run / "predictions.jsonl") == lines_of(reference / "predictions.jsonl")
+def assert_same(run: Path, after: int = 0) -> None:
+    """As `varied()`, whose strong cross-attention makes gradient norms less exact than losses."""
+    assert losses_of(run) == pytest.approx(losses_of(varied())[after:], rel=1e-5)
+    assert_same_run(run, varied(), rel=1e-4, after=after)
 
 
 @pytest.mark.multiprocess
 def test_a_run_goes_on_under_another_way() -> None:
-    assert np.ptp(losses_of(runs("single")["title"])) > 0.2
-    assert_same(stopped(), varied(), range(STOPPED))
-    assert_same(resumed(), varied(), range(STOPPED, STEPS))
+    assert_same(resumed(), after=STOPPED)
 
 
 @pytest.mark.multiprocess
@@ -112,7 +92,7 @@ def test_a_run_goes_on_under_another_way() -> None:
     "way", slow_but(["ddp x2", "zero3 x2", "ddp x3", "zero1 x2", "zero2_offload x2"], "ddp x2")
 )
 def test_titles_that_vary(way: str) -> None:
-    assert_same(varied(way), varied())
+    assert_same(varied(way))
 
 
 @pytest.mark.multiprocess
@@ -120,7 +100,7 @@ def test_titles_that_vary(way: str) -> None:
 def test_titles_of_very_different_lengths_on_the_ranks(way: str) -> None:
     """One for each text, also where a rank has none."""
     words = [*TITLES, "--max_steps", 1, "--max_eval_samples", 3, "--per_device_eval_batch_size", 1]
-    run = runs(way).run("uneven titles", "tests.features.titles.titles_worker", words)
+    run = runs(way).run("uneven titles", "tests.features.titles.test_titles", words)
     lines = lines_of(run / "predictions.jsonl")
     rows = lines_of(inputs.titles("validation"))
     assert [line["reference"] for line in lines] == [rows[line["id"]]["title"] for line in lines]
@@ -129,11 +109,37 @@ def test_titles_of_very_different_lengths_on_the_ranks(way: str) -> None:
     assert 4 * min(lengths) <= max(lengths)
 
 
+_write = Writer.write
+
+
+def write_unevenly(writer: Writer, encoded: dict[str, Any]) -> torch.Tensor:
+    """On the main process titles end after one token, on the others never. Each calls the decoder equally often: with
+    sharded parameters a call is a collective."""
+    config = writer.module.generation_config
+    if PartialState().is_main_process:
+        config.exponential_decay_length_penalty = (0, 1000.0)
+    else:
+        config.suppress_tokens = [config.eos_token_id]
+    calls: list[int] = []
+    hook = writer.module.decoder.register_forward_hook(lambda *_: calls.append(1))
+    ids = _write(writer, encoded)
+    hook.remove()
+    config.exponential_decay_length_penalty = config.suppress_tokens = None
+    counts = gather_object([len(calls)])
+    assert len(set(counts)) == 1, counts
+    return ids
+
+
+def main() -> None:
+    """The job of `test_titles_of_very_different_lengths_on_the_ranks`."""
+    with patch.object(Writer, "write", write_unevenly):
+        title.main()
+
+
 def test_the_loss_is_the_mean_over_the_tokens_of_all_titles(sharp_model: Path) -> None:
     """Step 1, recomputed text by text with transformers' classes and attention."""
-    settings = PretrainedSettings(
-        model_name_or_path=str(sharp_model), dropout=0, attn_implementation="eager"
-    )
+    source = {"model_name_or_path": str(sharp_model), "dropout": 0, "attn_implementation": "eager"}
+    settings = PretrainedSettings(**source)
     long = long_model(settings, None)
     tokenizer = AutoTokenizer.from_pretrained(str(long.model_name_or_path))
     model = load_title_model(settings, long, GenerationSettings(), tokenizer, LONGEST, SEED)
@@ -146,46 +152,39 @@ def test_the_loss_is_the_mean_over_the_tokens_of_all_titles(sharp_model: Path) -
 
     texts, titles = tokens_of("text", 640), tokens_of("title", LONGEST + 1)
     lengths = np.array([text.shape[1] for text in texts])
-    losses, tokens = 0.0, []
+    losses = []
     for place in global_batches(lengths, 13, SEED, 0)[0]:
-        title = titles[place]
+        ids, title = texts[place], titles[place]
         with torch.no_grad():
-            logits = model(input_ids=texts[place], decoder_input_ids=title[:, :-1]).logits[0]
-        losses += torch.nn.functional.cross_entropy(logits, title[0, 1:], reduction="sum").item()
-        tokens.append(title.shape[1] - 1)
-    assert np.ptp(tokens) >= 8  # or a mean of means would agree
-    assert losses_of(runs("single")["title"])[0] == pytest.approx(losses / sum(tokens), rel=1e-5)
+            logits = model(input_ids=ids, decoder_input_ids=title[:, :-1]).logits[0]
+        losses.append(F.cross_entropy(logits, title[0, 1:], reduction="none"))
+    assert np.ptp([*map(len, losses)]) >= 8  # or a mean of means would agree
+    expected = torch.cat(losses).mean().item()
+    assert losses_of(runs("single")["title"])[0] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_bigbird_becomes_a_bert_decoder_with_the_same_logits(sharp_model: Path) -> None:
     long = long_model(PretrainedSettings(model_name_or_path=str(sharp_model), dropout=0), None)
     tokenizer, generation = load_tokenizer(long), GenerationSettings(num_beams=2)
-    model = load_title_model(long, long, generation, tokenizer, LONGEST, SEED).eval()
-    assert type(model.decoder).__name__ == "BertLMHeadModel"
+    decoder = load_title_model(long, long, generation, tokenizer, LONGEST, SEED).eval().decoder
+    assert type(decoder).__name__ == "BertLMHeadModel"
     config = AutoConfig.from_pretrained(str(long.model_name_or_path))
     config.is_decoder = config.add_cross_attention = True
     config.attention_type = "original_full"
     theirs = transformers.BigBirdForCausalLM(config).eval()
-    assert not theirs.load_state_dict(model.decoder.state_dict(), strict=False).unexpected_keys
+    assert not theirs.load_state_dict(decoder.state_dict(), strict=False).unexpected_keys
     ids = torch.randint(5, 127, (2, 9))
     with torch.no_grad():
-        mine, expected = (
-            part(input_ids=ids, use_cache=False).logits for part in (model.decoder, theirs)
-        )
-    assert torch.allclose(mine, expected, rtol=1e-4, atol=1e-4)
+        mine, expected = (part(ids, use_cache=False).logits for part in (decoder, theirs))
+    torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_one_line_for_each_title() -> None:
-    rows = lines_of(inputs.titles("validation"))
-    lines = lines_of(varied() / "predictions.jsonl")
-    assert [line["id"] for line in lines] == list(range(12))
+def test_scores_of_titles() -> None:
+    lines, last = lines_of(varied() / "predictions.jsonl"), lines_of(varied() / "eval.jsonl")[-1]
     assert len({line["title"] for line in lines}) >= 8
-    assert all(list(line) == ["id", "title", "reference", "scores"] for line in lines)
-    assert [line["reference"] for line in lines] == [row["title"] for row in rows]
-    last = lines_of(varied() / "eval.jsonl")[-1]
     assert last["rouge_segmenter"] == "word"
     assert last["rouge1"] > 0.01
-    for name in SCORES:
+    for name in ("rouge1", "rouge2", "rougeL"):
         assert np.mean([line["scores"][name] for line in lines]) == pytest.approx(last[name])
 
 
@@ -194,14 +193,12 @@ def test_the_saved_model_generates_the_same_titles() -> None:
     model, loading = EncoderDecoderModel.from_pretrained(folder, output_loading_info=True)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    config = model.generation_config
-    search = (config.max_new_tokens, config.num_beams, config.no_repeat_ngram_size)
-    assert search == (LONGEST, 2, 1)
     titles = []
     for row in lines_of(inputs.titles("validation")):
         # short texts switch to full attention for good
         model.encoder.set_attention_type("block_sparse")
         text = tokenizer(row["text"], truncation=True, max_length=4096, return_tensors="pt")
+        # searched as generation_config.json says
         written = model.generate(text["input_ids"], attention_mask=text["attention_mask"])
         titles.append(readable(tokenizer, written[0].tolist()))
     assert titles == [line["title"] for line in lines_of(resumed() / "predictions.jsonl")]
@@ -211,10 +208,9 @@ def test_the_saved_model_generates_the_same_titles() -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["single", "zero3 x2"])
 def test_predict_generates_the_same_titles(way: str, tmp_path: Path) -> None:
-    table, output = tmp_path / "texts.jsonl", tmp_path / "out.jsonl"
-    texts = pd.DataFrame(lines_of(inputs.titles("validation")))[["text"]]
-    texts.to_json(table, orient="records", lines=True)
-    words = [varied() / "model", table, "--output", output, "--per_device_batch_size", "2"]
+    rows = [{"text": row["text"]} for row in lines_of(inputs.titles("validation"))]
+    file, output = inputs.write_jsonl(tmp_path / "texts.jsonl", rows), tmp_path / "out.jsonl"
+    words = [varied() / "model", file, "--output", output, "--per_device_batch_size", "2"]
     start(["toolkit", "predict", *words, *WAYS[way]]).succeeded()
     titles = [line["title"] for line in lines_of(varied() / "predictions.jsonl")]
     assert [line["prediction"] for line in lines_of(output)] == titles
@@ -232,20 +228,21 @@ WORDS = "华为 发布 手机 公司 今天 北京 上海 市场 价格 专家 �
 def test_chinese_titles(tmp_path: Path) -> None:
     """By a random BERT whose vocabulary has jieba's words and characters."""
     pytest.importorskip("jieba")
-    data, model = tmp_path / "news.jsonl", tmp_path / "word-bert"
+    model = tmp_path / "word-bert"
     rows = [{"正文": text, "标题": title} for title, text in 2 * inputs.CHINESE]
-    pd.DataFrame(rows).to_json(data, orient="records", lines=True)
+    data = inputs.write_jsonl(tmp_path / "news.jsonl", rows)
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS.split()]
     words += sorted({letter for row in rows for text in row.values() for letter in text})
     (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
-    tokenizer = BertTokenizerFast(vocab=str(tmp_path / "vocab.txt"), model_max_length=64)
+    tokenizer = transformers.BertTokenizerFast(
+        vocab=str(tmp_path / "vocab.txt"), model_max_length=64
+    )
     tokenizer.save_pretrained(model)
     BertModel(BertConfig(vocab_size=len(words), hidden_size=24, num_hidden_layers=1, num_attention_heads=2,
                          intermediate_size=32, max_position_embeddings=64)).save_pretrained(model)  # fmt: skip
-    chinese = ["--model_name_or_path", model, "--train_file", data, "--validation_file", data, "--max_steps", 2,
-               "--global_batch_size", 6, "--per_device_batch_size", 4, "--tokenizer", "jieba", "--rouge_segmenter",
-               "char", "--max_target_length", 6, "--num_beams", 2, "--no_repeat_ngram_size", 1, "--report_to", "none",
-               "--mixed_precision", "no"]  # fmt: skip
+    chinese = [*TITLES, "--model_name_or_path", model, "--train_file", data, "--validation_file", data, "--max_steps",
+               1, "--tokenizer", "jieba", "--rouge_segmenter", "char", "--max_length", 64,
+               "--no_repeat_ngram_size", 1]  # fmt: skip
     run = runs("single").run("chinese titles", "recipes.title", chinese)
     assert {line["rouge_segmenter"] for line in lines_of(run / "eval.jsonl")} == {"char"}
     lines = lines_of(run / "predictions.jsonl")
@@ -253,10 +250,6 @@ def test_chinese_titles(tmp_path: Path) -> None:
     for line in lines:
         assert line["reference"] in dict(inputs.CHINESE)
         assert re.fullmatch(r"\S+", line["title"])  # no spaces
-    facts = json.loads((run / "config.json").read_text())["data"]
-    assert facts["title_column"] == "标题"
     # without --tokenizer jieba
     tokenizer = load_tokenizer(PretrainedSettings(model_name_or_path=str(run / "model")))
     assert isinstance(tokenizer.backend_tokenizer, WordBackend)
-    model = EncoderDecoderModel.from_pretrained(run / "model")
-    assert model.config.decoder.vocab_size == len(tokenizer)

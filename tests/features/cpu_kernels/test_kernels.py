@@ -1,5 +1,8 @@
-"""The attention of training on a CPU, beside its formula and torch's."""
+"""Training on a CPU: attention beside its formula and torch's; dropout of the frequency of 1, by torch's generator."""
 
+import math
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +13,7 @@ from torch import Tensor
 
 from tests.training.test_optimizer import tiny
 from toolkit.features.cpu_kernels import attention as kernel
+from toolkit.features.cpu_kernels.dropout import _CHUNK, bernoulli
 from toolkit.utils.modules import autograd_nodes
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -54,12 +58,7 @@ def dropped(context: Tensor) -> Tensor:
     ("dtype", "dropout"), [*((dtype, 0.25) for dtype in TOLERANCE), (torch.bfloat16, 0.0)]
 )
 def test_outputs_and_gradients(
-    dtype: torch.dtype,
-    dropout: float,
-    kind: str,
-    queries: int,
-    scores: int,
-    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype, dropout: float, kind: str, queries: int, scores: int, monkeypatch: Any
 ) -> None:
     """Also the second gradients of a graph, which `--fgm_epsilon` takes; autocast changes none."""
     monkeypatch.setattr(kernel, "_SCORES", scores)
@@ -94,25 +93,20 @@ def test_each_probability_is_dropped_as_often_as_the_others(probability: float) 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_seed_decides_with_and_without_gradients(dtype: torch.dtype) -> None:
-    """Without them in the first pass of a reentrant checkpoint."""
-    *states, _ = inputs(dtype)
-    contexts = []
-    for seed, gradients in ((1, True), (1, False), (2, True)):
-        torch.manual_seed(seed)
-        with torch.set_grad_enabled(gradients):
-            contexts.append(attend(states, None, 0.1))
-    assert torch.equal(contexts[0], contexts[1])
-    assert not torch.equal(contexts[0], contexts[2])
-
-
-@pytest.mark.parametrize("is_bool", [True, False])
-def test_a_row_that_hides_all_keys_is_finite(is_bool: bool) -> None:
-    *states, gradient = inputs(torch.bfloat16)
-    mask = torch.ones(3, 1, 1, 24, dtype=torch.bool)
-    mask[0] = False
-    context = attend(states, mask if is_bool else mask.to(torch.bfloat16).log(), 0.1)
-    for each in (context, *torch.autograd.grad(context, states, gradient)):
-        assert each.isfinite().all()
+    """Without them in the first pass of a reentrant checkpoint. A row that hides all keys is finite."""
+    *states, gradient = inputs(dtype)
+    seen = torch.ones(3, 1, 1, 24, dtype=torch.bool)
+    seen[0] = False
+    for mask in (None, seen, seen.to(dtype).log()):
+        contexts = []
+        for seed, gradients in ((1, True), (1, False), (2, True)):
+            torch.manual_seed(seed)
+            with torch.set_grad_enabled(gradients):
+                contexts.append(attend(states, mask, 0.1))
+        assert torch.equal(contexts[0], contexts[1])
+        assert not torch.equal(contexts[0], contexts[2])
+        for each in (contexts[0], *torch.autograd.grad(contexts[0], states, gradient)):
+            assert each.isfinite().all()
 
 
 def test_others_are_torchs() -> None:
@@ -135,3 +129,56 @@ def test_each_layer_of_a_model_in_training_has_it(model_type: str) -> None:
     assert len(nodes_of(logits)) == model.config.num_hidden_layers
     with torch.no_grad():
         assert model.eval()(input_ids=ids, attention_mask=mask).logits.grad_fn is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 1e-4])
+def test_frequency_and_independence(dtype: torch.dtype, p: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    empty = torch.empty(4 * _CHUNK + 3, dtype=dtype)
+    drawn = bernoulli(empty, p, generator=generator).float()
+    assert set(drawn.unique().tolist()) == {0.0, 1.0}
+    deviation = math.sqrt(p * (1 - p) / len(drawn))
+    assert abs(drawn.mean() - p) < 4 * deviation + 2**-17
+    for distance in (1, 2, 4, _CHUNK):  # 1 to 3: drawn from the same 64 bits
+        both = (drawn[distance:] * drawn[:-distance]).mean()
+        assert abs(both - p * p) < 5 * deviation + 2**-16
+
+
+def test_seeds_shapes_and_probabilities() -> None:
+    generator = torch.Generator().manual_seed(7)
+    first, second = (bernoulli(torch.empty(1000), generator=generator) for _ in range(2))
+    assert not torch.equal(first, second)
+    assert torch.equal(bernoulli(torch.empty(1000), generator=generator.manual_seed(7)), first)
+    transposed = torch.full((300, 500), 7.0).t()
+    assert set(bernoulli(transposed, 0.3).unique().tolist()) == {0.0, 1.0}
+    assert bernoulli(torch.empty(0), 0.3).shape == (0,)
+    for p, expected in ((0.0, 0.0), (1.0, 1.0), (1 - 1e-9, 1.0)):
+        assert bernoulli(torch.empty(9), p).mean() == expected
+
+
+CODE = """
+import warnings
+warnings.simplefilter("error")
+import torch
+from toolkit.features.cpu_kernels import dropout
+calls, bernoulli = [], dropout.bernoulli
+def counted(into, *arguments, **options):
+    calls.append(tuple(into.shape))
+    return bernoulli(into, *arguments, **options)
+dropout.bernoulli = counted
+dropout.install()
+dropout.install()
+x = torch.ones(2, 3, 40, 16, requires_grad=True)
+kept = torch.nn.Dropout(0.25)(x)
+kept.sum().backward()
+assert torch.equal(x.grad, kept) and torch.allclose(kept.unique(), torch.tensor([0.0, 1 / 0.75]))
+torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
+print(calls)
+"""
+
+
+def test_every_dropout_uses_it() -> None:
+    """In a separate process, since it stays installed."""
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
+    assert (done.stdout.strip(), done.stderr) == ("[(2, 3, 40, 16), (2, 3, 40, 40)]", "")

@@ -1,20 +1,25 @@
-"""`toolkit predict`: each row once, in the order of the file, in parts that a killed process
-continues."""
+"""`toolkit predict`: each row once, in the order of the file, in parts that a killed process continues. `toolkit
+evaluate`: the labels of a file, pairs, and the run that trained the model.
+"""
 
 import csv
 import json
+import math
 import random
 import re
 import shutil
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pandas as pd
 import pyarrow as pa
 import pytest
 
+import toolkit
 from tests.evaluation.columns import save_columns
 from tests.faults import refusal
 from tests.jobs_worker import run_jobs
@@ -23,20 +28,22 @@ from tests.runs import WAYS, lines_of, recipe
 from toolkit.cli import build_parser
 from toolkit.config import TextSettings
 from toolkit.data import read, text_files, write
-from toolkit.data.labels import Labels
+from toolkit.data.labels import MULTI, REGRESSION, SINGLE, Labels
+from toolkit.data.table import Table
+from toolkit.evaluation.saved_model import choose_labels, training_run
 from toolkit.features.predict import command as predict_file
+from toolkit.features.predict.evaluate import evaluate_file
 
 WORDS = ("good", "bad", "film", "book", "very", "room", "dull", "fine")
 ROWS = 70
-DECISIONS = {"labels": ["a", "b", "c"]}
-
 Predict = Callable[..., Path]
+pytestmark = pytest.mark.usefixtures("no_launcher", "toolkit_cache")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, sharp_model: Path) -> Path:
-    labels = Labels("single_label_classification", ("a", "b", "c"), ("label",))
-    return classifier(sharp_model, tmp_path_factory.mktemp("model"), labels)
+    folder = tmp_path_factory.mktemp("model")
+    return classifier(sharp_model, folder, Labels(SINGLE, ("a", "b", "c"), ("label",)))
 
 
 @pytest.fixture(scope="module")
@@ -50,27 +57,19 @@ def texts() -> list[str]:
 
 
 @pytest.fixture
-def predicted(
-    model: Path,
-    texts: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    no_launcher: None,
-    toolkit_cache: Path,
-) -> Predict:
+def predicted(model: Path, texts: list[str], tmp_path: Path, monkeypatch: Any) -> Predict:
     """`predicted("out.csv", "--shard", "1/3", window=16)` -> where the output is."""
     rows = tmp_path / "rows.csv"
     numbers = [f"{row:03d}" for row in range(ROWS)]
     pd.DataFrame({"id": numbers, "text": texts}).to_csv(rows, index=False)
+    monkeypatch.setattr(text_files, "BLOCK_ROWS", 2)  # of which four are a batch
 
     def run(
-        name: str, *more: str, window: int = 16, source: Path = rows, model: Path = model
+        name: str, *more: str, window: int = 16, source: Path = rows, model: Any = model
     ) -> Path:
-        monkeypatch.setattr(text_files, "BLOCK_ROWS", 2)  # of which four are a batch
         monkeypatch.setattr(predict_file, "WINDOW_ROWS", window)
-        words = ["predict", model, source, "--output", tmp_path / name]
-        words += ["--mixed_precision", "no", *more]
-        predict_file.predict_file(build_parser().parse_args(list(map(str, words))))
+        words = ["predict", model, source, "--output", tmp_path / name, "--mixed_precision", "no"]
+        predict_file.predict_file(build_parser().parse_args(list(map(str, [*words, *more]))))
         return tmp_path / name
 
     return run
@@ -87,7 +86,7 @@ def assert_same(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> N
 
 def with_decisions(model: Path, folder: Path, **decisions: Any) -> Path:
     copy = shutil.copytree(model, folder)
-    (copy / "decisions.json").write_text(json.dumps(DECISIONS | decisions))
+    (copy / "decisions.json").write_text(json.dumps({"labels": ["a", "b", "c"], **decisions}))
     return copy
 
 
@@ -137,47 +136,41 @@ def test_shards_are_joined_in_order(predicted: Predict, tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize("changed", ["max_length", "file", "model", "probabilities"])
-def test_parts_of_another_prediction_are_never_joined(
+def test_parts_of_another_prediction(
     changed: str, predicted: Predict, model: Path, tmp_path: Path
 ) -> None:
     predicted("out.csv", "--shard", "1/2")
+    lines = (tmp_path / "rows.csv").read_text().replace("good", "fine")
+    (tmp_path / "other.csv").write_text(lines)
     words = {"max_length": ["--max_length", "8"], "probabilities": ["--probabilities", "none"]}
-    other: dict[str, Any] = {}
-    if changed == "file":
-        other["source"] = tmp_path / "other.csv"
-        lines = (tmp_path / "rows.csv").read_text().replace("good", "fine")
-        other["source"].write_text(lines)
-    elif changed == "model":
-        other["model"] = with_decisions(model, tmp_path / "model", temperature=2)
-    more = words.get(changed, [])
+    more: Any = {
+        "file": {"source": tmp_path / "other.csv"},
+        "model": {"model": with_decisions(model, tmp_path / "model", temperature=2)},
+    }
+    given = partial(predicted, **more.get(changed, {}))
+    options = words.get(changed, [])
     match = rf"part-\S+ is of another prediction \(it differs in {changed}\)"
-    refusal(predicted, "out.csv", *more, match=match, **other)
-    expected = predicted("expected.csv", *more, **other).read_bytes()
-    assert predicted("out.csv", "--overwrite", *more, **other).read_bytes() == expected
+    refusal(given, "out.csv", *options, match=match)
+    expected = given("expected.csv", *options).read_bytes()
+    assert given("out.csv", "--overwrite", *options).read_bytes() == expected
 
 
-def test_what_would_be_overwritten_is_refused(predicted: Predict, tmp_path: Path) -> None:
+def test_what_is_refused(predicted: Predict, model: Path, tmp_path: Path) -> None:
+    """What would be overwritten, options that do not fit, a model class of a user's own."""
     again = tmp_path / "again.csv"
     again.write_text("text,prediction\na,b\n")
     refusal(predicted, "out.csv", source=again, match="already has a column prediction")
     (tmp_path / "mine.csv").write_text("mine")
     refusal(predicted, "mine.csv", match="mine.csv exists")
     assert (tmp_path / "mine.csv").read_text() == "mine"
-    assert not list(tmp_path.glob("*.parts"))
-
-
-def test_options_that_do_not_fit(predicted: Predict) -> None:
-    says = ["--per_device_batch_size", "0"]
-    refusal(predicted, "third.csv", "--per_device_batch_size", "0", says=says)
+    own = shutil.copytree(model, tmp_path / "own", ignore=shutil.ignore_patterns("config.json"))
+    refusal(predicted, "out.csv", model=own, says=["load_state_dict", f"{own}/model.safetensors"])
+    words = ["--per_device_batch_size", "0"]
+    refusal(predicted, "out.csv", *words, says=words)
     for words in (["part-*.csv"], ["--text", "a", "--output", "b.csv"]):
         options = build_parser().parse_args(["predict", "m", *words])
         refusal(predict_file.predict_file, options, match="--output")
-
-
-def test_a_model_class_of_a_users_own(predicted: Predict, model: Path, tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    shutil.copytree(model, own, ignore=shutil.ignore_patterns("config.json"))
-    refusal(predicted, "out.csv", model=own, says=["load_state_dict", f"{own}/model.safetensors"])
+    assert not list(tmp_path.glob("*.parts"))
 
 
 def part(start: int, end: int) -> str:
@@ -185,10 +178,8 @@ def part(start: int, end: int) -> str:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_process_loses_only_unfinished_windows(
-    number: signal.Signals, predicted: Predict, model: Path, tmp_path: Path
-) -> None:
-    """A signal after the second of five parts; the same command continues after them."""
+def test_a_killed_process(number: int, predicted: Predict, model: Path, tmp_path: Path) -> None:
+    """By a signal after the second of five parts; the same command continues after them."""
     whole, out = predicted("whole.csv").read_bytes(), tmp_path / "out.csv"
     words = [model, tmp_path / "rows.csv", "--mixed_precision", "no", "--output", out]
     env = {"KILLED_AT": part(16, 32), "KILLED_BY": str(int(number))}
@@ -204,37 +195,28 @@ def test_a_killed_process_loses_only_unfinished_windows(
     assert not parts.exists()
 
 
-def test_rows_without_an_answer_are_counted(
+def test_rows_without_an_answer(
     predicted: Predict, model: Path, tmp_path: Path, capsys: Any
 ) -> None:
     unsure = with_decisions(model, tmp_path / "unsure", abstain_below=0.4)
-    rows = rows_of(predicted("out.csv", model=unsure))
-    unanswered = sum(row["prediction"] == "" for row in rows)
+    answers = [row["prediction"] for row in rows_of(predicted("out.csv", model=unsure))]
+    unanswered = answers.count("")
     assert 0 < unanswered < ROWS
     assert re.search(rf"\b{unanswered} of {ROWS} rows .*abstain_below", capsys.readouterr().err)
 
 
-def test_the_quoting_of_the_training_file_is_used(
-    predicted: Predict, model: Path, tmp_path: Path
-) -> None:
-    """Double quotes within texts reach the model and the output; for a file of another format the
-    default holds."""
+def test_the_quoting_of_the_training_file(predicted: Predict, model: Path, tmp_path: Path) -> None:
+    """Double quotes within texts reach the model and the output."""
     trained = shutil.copytree(model, tmp_path / "trained")
     save_columns(trained, train_file="train.TSV.gz", quoting="none", text_column="text")
     texts = ['"a good film"', '""', 'he said "dull"', "fine"]
-
-    def predict(content: str, name: str, out: str, *words: str) -> Path:
-        (tmp_path / name).write_text(content)
-        return predicted(out, *words, source=tmp_path / name, model=trained)
-
-    content = "\n".join(["text", *texts, ""])
-    lines = predict(content, "a.tsv", "out.tsv").read_text().splitlines()
+    (tmp_path / "a.tsv").write_text("\n".join(["text", *texts, ""]))
+    given = partial(predicted, source=tmp_path / "a.tsv", model=trained)
+    lines = given("out.tsv").read_text().splitlines()
     assert [line.split("\t")[0] for line in lines] == ["text", *texts]
-    assert [row["text"] for row in rows_of(predict(content, "a.tsv", "out.csv"))] == texts
-    as_csv = predict(content, "b.tsv", "b-out.tsv", "--quoting", "csv").read_text()
+    assert [row["text"] for row in rows_of(given("out.csv"))] == texts
+    as_csv = given("b.tsv", "--quoting", "csv").read_text()
     assert as_csv.splitlines()[1].startswith("a good film\t")
-    of_csv = predict('text\n"a good, long film"\n', "b.csv", "b-out.csv")
-    assert rows_of(of_csv)[0]["text"] == "a good, long film"
 
 
 @pytest.mark.parametrize("kind", ["tsv", "json", "jsonl", "parquet", "csv.gz", "jsonl.bz2"])
@@ -245,9 +227,8 @@ def test_every_format_is_written_in_parts(predicted: Predict, kind: str) -> None
     frame = read.read_file(str(path), TextSettings()).rows.to_pandas()
     for name in ("id", "text", "prediction"):
         assert list(frame[name]) == [row[name] for row in whole]
-    expected = [whole[0][f"probability_{name}"] for name in "abc"]
-    written = [float(frame[f"probability_{name}"][0]) for name in "abc"]
-    assert written == pytest.approx(expected, abs=2e-6)
+    chances = [row["probability_b"] for row in whole]
+    assert list(frame["probability_b"].astype(float)) == pytest.approx(chances, abs=2e-6)
     answers = predicted(f"answers.{kind}", "--probabilities", "none")
     names = read.read_file(str(answers), TextSettings()).rows.column_names
     assert names == ["id", "text", "prediction"]
@@ -258,41 +239,99 @@ CELLS: dict[str, list[Any]] = {
     "score": [0.1234567890123456, 1e-12, None],
     "id": [2**60 + 1, None, 0],
     "tags": [["很", "y"], [], None],
-    "prediction": ["p", None, "r"],
 }
-IN_CSV = {
-    "text": CELLS["text"],
-    "score": ["0.1234567890123456", "1e-12", ""],
-    "id": [str(2**60 + 1), "", "0"],
-    "tags": ['["很", "y"]', "[]", ""],
-    "prediction": ["p", "", "r"],
-}
+IN_CSV = [
+    ["text", "score", "id", "tags"],
+    ["a\rb", "0.1234567890123456", str(2**60 + 1), '["很", "y"]'],
+    ['c "d", e\nf', "1e-12", "", "[]"],
+    ["", "", "0", ""],
+]
 
 
 def test_cells_are_written_as_they_were_read(tmp_path: Path) -> None:
     """A lone \\r, which ends a row of CSV outside quotes, all digits of numbers, nulls, lists."""
     for name in ("out.csv", "out.tsv", "out.jsonl"):
         write.write_rows(tmp_path / name, tmp_path / name, [pa.table(CELLS)])
-    rows = pa.table(CELLS).to_pylist()
-    assert lines_of(tmp_path / "out.jsonl") == rows
+    assert lines_of(tmp_path / "out.jsonl") == pa.table(CELLS).to_pylist()
     for name, delimiter in (("out.csv", ","), ("out.tsv", "\t")):
         with (tmp_path / name).open(encoding="utf-8", newline="") as file:
-            header, *cells = csv.reader(file, delimiter=delimiter)
-        assert dict(zip(header, map(list, zip(*cells, strict=True)), strict=True)) == IN_CSV
-    with_tab = [pa.table({"text": ["a\tb"]})]
-    path = tmp_path / "t.tsv"
+            assert [*csv.reader(file, delimiter=delimiter)] == IN_CSV
+    path, with_tab = tmp_path / "t.tsv", [pa.table({"text": ["a\tb"]})]
     refusal(write.write_rows, path, path, with_tab, quoting=False, match="t.tsv: .*jsonl")
 
 
 @pytest.mark.parametrize("encoding", ["gb18030", "utf-8-sig"])  # Excel saves UTF-8 as the second
-def test_the_output_has_the_encoding_of_the_input(
-    encoding: str, predicted: Predict, tmp_path: Path
-) -> None:
+def test_the_encoding_of_the_input(encoding: str, predicted: Predict, tmp_path: Path) -> None:
     source = tmp_path / "a.csv"
-    rows = [f"很好{row},{row}" for row in range(40)]
-    source.write_text("\n".join(["text,评", *rows, ""]), encoding=encoding)
+    lines = ["text,评", *(f"很好{row},{row}" for row in range(40))]
+    source.write_text("\n".join([*lines, ""]), encoding=encoding)
     read_as = ["--encoding", encoding] if encoding == "gb18030" else []
     out = predicted("out.csv", *read_as, source=source)
-    cells = [line.split(",") for line in out.read_text(encoding=encoding).splitlines()]
-    assert [f"{text},{number}" for text, number, *_ in cells] == ["text,评", *rows]
+    written = out.read_text(encoding=encoding).splitlines()
+    assert [line.rsplit(",", 4)[0] for line in written] == lines
     assert out.read_bytes().startswith("\ufeff".encode()) == (encoding == "utf-8-sig")
+
+
+def labels_of_file(labels: Labels, columns: Any, model: Any = "none", name: Any = None) -> Any:
+    rows = datasets.Dataset.from_dict({"text": ["good", "bad"], **columns})
+    table = Table.of(rows, "new.csv")
+    return choose_labels(str(model), table, name, labels).encode(table).tolist()
+
+
+def test_columns_are_matched_by_name() -> None:
+    columns = {"sport": [1, 0], "finance": [0, 0], "price": [9, 8], "taste": [1.5, 2]}
+    classes = Labels(MULTI, ("finance", "sport"), ())
+    outputs = Labels(REGRESSION, ("price", "taste"), ())
+    assert labels_of_file(classes, columns, name="sport,finance") == [[0, 1], [0, 0]]
+    assert labels_of_file(outputs, columns, name="taste,price") == [[9, 1.5], [8, 2]]
+    says = ["sport, price", "finance, sport"]
+    refusal(labels_of_file, classes, columns, name="sport,price", says=says)
+
+
+def test_the_label_column_of_the_training_file(tmp_path: Path) -> None:
+    """Also where this file has one with a more usual name."""
+    save_columns(tmp_path, label_columns=["mood"])
+    labels = Labels(SINGLE, ("pos", "neg"), ())
+    columns: dict[str, list[Any]] = {"label": ["neg", "neg"], "mood": ["pos", "neg"]}
+    assert labels_of_file(labels, columns, tmp_path) == [0, 1]
+    assert labels_of_file(labels, columns, tmp_path, "label") == [1, 1]
+    refusal(labels_of_file, labels, {}, match="which column is the label")
+
+
+def test_the_run_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"settings": {"seed": 3}, "data": {}}))
+    names = {".": ["run/model", "run/model/"], "run": ["model"], "run/model": [".", "../model"]}
+    for folder, models in names.items():
+        monkeypatch.chdir(tmp_path / folder)
+        assert [training_run(model)["settings"] for model in models] == [{"seed": 3}] * len(models)
+    assert training_run("a-name-of-the-hub")["settings"] == {}
+
+
+def test_an_evaluation_of_pairs(sharp_model: Path, tmp_path: Path, capsys: Any) -> None:
+    """A pair with one empty text is named; what exists is not overwritten; the pair of the training
+    file is read."""
+    model = classifier(sharp_model, tmp_path / "model", Labels(SINGLE, ("a", "b"), ("label",)))
+    file, out = tmp_path / "pairs.CSV", tmp_path / "pairs.evaluation"
+    file.write_text("text,reply,label\ngood film,,a\n" + "bad room,fine,b\n" * 5)
+
+    def evaluate(*more: str) -> None:
+        words = ["evaluate", str(model), str(file), "--mixed_precision", "no", *more]
+        evaluate_file(build_parser().parse_args(words))
+
+    evaluate("--text_pair", "reply")
+    assert re.search(r"\b1 of 6 rows .*\(rows 1\)", capsys.readouterr().err)
+    assert [line["id"] for line in lines_of(out / "predictions.jsonl")] == list(range(6))
+    assert "· pairs.evaluation<" in (out / "report.html").read_text(encoding="utf-8")
+    (numbers,) = lines_of(out / "eval.jsonl")
+    texts, truth = [("good film", ""), *[("bad room", "fine")] * 5], ["a", *"bbbbb"]
+    expected = toolkit.evaluate(model, texts, truth, mixed_precision="no")
+    assert {name: numbers[name] for name in expected} == expected
+    answers = toolkit.predict(model, texts, mixed_precision="no")
+    chances = [dict(zip("ab", answer["probabilities"], strict=True)) for answer in answers]
+    losses = [-math.log(each[label]) for each, label in zip(chances, truth, strict=True)]
+    assert numbers["loss"] == pytest.approx(sum(losses) / 6, rel=1e-3)
+    refusal(evaluate, "--text_pair", "reply", says=["pairs.evaluation exists", "--output_dir"])
+    save_columns(model, text_pair="second")
+    third = ("--output_dir", str(tmp_path / "third"))
+    refusal(evaluate, *third, says=["pairs.CSV has no column 'second'", "--text_pair"])
