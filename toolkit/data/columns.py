@@ -77,10 +77,10 @@ def _contains_text(table: Table, column: str) -> bool:
 
 def unclear_column(table: Table, setting: str, names: list[str]) -> UserError:
     """The error if it is unclear which column a setting means, and what to pass."""
-    remedies = ["there is no other than the text"]
+    remedy = "there is no other than the text"
     if names:
-        remedies = [f"name one of {listing(names)} with --{setting}"]
+        remedy = f"name one of {listing(names)} with --{setting}"
     if table.load().advice:
-        remedies.append(table.load().advice)
+        remedy += f"; {table.load().advice}"
     what = setting.removesuffix("_column")
-    return UserError(f"{table.name}: which column is the {what}? {'; '.join(remedies)}")
+    return UserError(f"{table.name}: which column is the {what}? {remedy}")

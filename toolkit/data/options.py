@@ -9,7 +9,8 @@ from typing import Any
 
 from toolkit.config import TextSettings
 from toolkit.data import text_files
-from toolkit.data.read import files_of, format_of
+from toolkit.data.read import files_of
+from toolkit.data.text_files import format_of
 
 REMEMBERED = ("encoding", "delimiter", "quoting", "column_names")
 """How a file of this form is read: saved with the model that it trains."""

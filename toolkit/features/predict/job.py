@@ -9,7 +9,8 @@ from typing import Any
 
 from toolkit import __version__, launch
 from toolkit.data.options import fitting_settings, reading_settings
-from toolkit.data.read import format_of, read_file, replacement_notes
+from toolkit.data.read import read_file, replacement_notes
+from toolkit.data.text_files import format_of
 from toolkit.errors import listing
 from toolkit.evaluation.saved_model import SavedModel, choose_columns, training_columns
 from toolkit.pretrained import model_digest
@@ -36,7 +37,7 @@ class Job:
         self.accelerator = launch.make_accelerator(options.mixed_precision)
         used = [name for name in fitting if getattr(options, name) is None]
         if used:
-            listed = [f"--{name} {fitting[name]}" for name in used]
+            listed = [f"--{name} {fitting[name]!r}" for name in used]
             self.log(f"the file is read as in training: {' '.join(listed)}")
         for line in replacement_notes(self.table, self.settings):
             self.log(line)
