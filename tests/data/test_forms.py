@@ -21,7 +21,7 @@ LINES = "".join(f"{json.dumps(row)}\n" for row in ROWS)
 BOTH = {"names": "text,label"}
 
 
-@pytest.fixture(autouse=True, params=[1, text_files.BLOCK_ROWS])
+@pytest.fixture(autouse=True, params=[2, text_files.BLOCK_ROWS])
 def _block_rows(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, toolkit_cache: Path
 ) -> None:
@@ -104,8 +104,9 @@ def test_an_error_names_the_form(
     assert re.search(says, refusal(rows_of, tmp_path / name, content, **options))
 
 
-def test_names_that_pandas_gives_are_a_header(tmp_path: Path) -> None:
+def test_numbers_that_are_names(tmp_path: Path) -> None:
     assert len(rows_of(tmp_path / "a.csv", ",0,1\n0,a,1\n1,b,0\n")) == 2
+    assert len(rows_of(tmp_path / "a.csv", "text,0,1\na,0,1\nb,1,0\n")) == 2
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def form_of(path: Path, settings: TextSettings) -> str:
         return ".json"
     if text_files.delimiter_of(path, settings):
         return ".csv"
-    lines = text_files.first_lines(path, settings, 2)
+    lines = text_files.first_lines(path, settings, 3)
     if text_files.is_json(lines):
         return ".json"
     return "fasttext" if text_files.is_fasttext(lines) else ".txt"

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from natsort import natsorted
 
 from toolkit.config import TextSettings
+from toolkit.data.columns import USUAL_TEXT
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def is_json(lines: list[str]) -> bool:
 
 
 def is_fasttext(lines: list[str]) -> bool:
-    return bool(_FASTTEXT_LABEL.search("".join(lines[:1])))
+    return any(map(_FASTTEXT_LABEL.search, lines))
 
 
 def likely_delimiter(lines: list[str]) -> str:
@@ -325,11 +326,12 @@ def _column_names(path: Path, cells: list[str], settings: TextSettings) -> list[
 
 def _refuse_row_as_header(path: Path, names: list[str], columns: list[Any]) -> None:
     """Raises UserError if the first line looks like a row: one of its cells is also in the column
-    that it would name. pandas names columns 0, 1, ... that have no other name."""
+    that it would name. Numbers may be names: of classes beside a text, or pandas' 0, 1, ..."""
     given = [name for name in names if not name.startswith("Unnamed")]
-    if given == list(map(str, range(len(given)))):
-        return
+    has_numbers = given == list(map(str, range(len(given)))) or set(USUAL_TEXT) & set(given)
     for name, cells in zip(names, columns, strict=True):
+        if has_numbers and name.isdecimal():
+            continue
         if name in cells:
             raise UserError(
                 f"{path}: the first line names the columns, and {name!r} is also the cell of row "

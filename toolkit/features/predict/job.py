@@ -27,6 +27,11 @@ class Job:
         text_column = options.text_column or trained.get("text_column", "")
         fitting = fitting_settings(options.file, trained, text_column)
         self.settings = reading_settings(options, **fitting)
+        self.accelerator = launch.make_accelerator(options.mixed_precision)
+        used = [name for name in fitting if getattr(options, name) is None]
+        if used:
+            listed = [f"--{name} {fitting[name]!r}" for name in used]
+            self.log(f"the file is read as in training: {' '.join(listed)}")
         self.table = read_file(options.file, self.settings)
         self.saved = SavedModel(options.model)
         self.columns = choose_columns(
@@ -34,11 +39,6 @@ class Job:
         )
         pairs = len(self.columns) > 1
         self.max_length = self.saved.choose_max_length(options.max_length, pairs)
-        self.accelerator = launch.make_accelerator(options.mixed_precision)
-        used = [name for name in fitting if getattr(options, name) is None]
-        if used:
-            listed = [f"--{name} {fitting[name]!r}" for name in used]
-            self.log(f"the file is read as in training: {' '.join(listed)}")
         for line in replacement_notes(self.table, self.settings):
             self.log(line)
         self.facts = {
