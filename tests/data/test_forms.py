@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from tests.evaluation.columns import save_columns
 from tests.faults import refusal
 from toolkit.config import TextSettings
 from toolkit.data import text_files
 from toolkit.data.columns import require_columns
-from toolkit.data.options import fitting_settings, reading_settings, remembered_settings
+from toolkit.data.options import reading_settings, remembered_settings
 from toolkit.data.read import read_file, read_hub, replacement_notes
+from toolkit.evaluation.saved_model import fitting_settings
 
 ROWS = [{"text": "a, b", "label": "x"}, {"text": "c", "label": "y"}]
 LINES = "".join(f"{json.dumps(row)}\n" for row in ROWS)
@@ -158,10 +160,10 @@ TRAINED = TextSettings(
 def test_a_file_is_read_as_in_training_where_it_has_that_form(
     tmp_path: Path, name: str, content: bytes, fits: set[str]
 ) -> None:
-    remembered = json.loads(json.dumps(remembered_settings(TRAINED)))
+    save_columns(tmp_path / "model", text_column="text", **remembered_settings(TRAINED))
     path = tmp_path / name
     path.write_bytes(content)
-    fitting = fitting_settings(str(path), remembered, "text")
+    fitting = fitting_settings(str(tmp_path / "model"), str(path), None)
     assert set(fitting) == fits
     options = dict.fromkeys(("encoding", "encoding_errors", "quoting", "column_names"))
     given = Namespace(**options, delimiter=";")
