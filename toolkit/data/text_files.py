@@ -297,6 +297,8 @@ def _csv_rows(
                     remedy = "put cells with a delimiter or a line break in double quotes"
                     if settings.quoting == "none":
                         remedy += ", with --quoting csv"
+                    if len(delimiter) > 1:
+                        remedy = "correct that line"
                     raise UserError(
                         f"{path}, line {line}: {len(cells)} cells where {header} has {width}: "
                         f"{advice(path, settings) or remedy}"
