@@ -76,9 +76,10 @@ def test_a_folder_for_each_class(tmp_path: Path) -> None:
         "label": ["class 0", "class 1"],
         "file": ["class 0/10.txt", "class 1/1.txt"],
     }
-    table = read_hub(str(tmp_path))["train"]
-    says = f"pass --train_file {tmp_path / 'train'}"
-    refusal(require_columns, table, None, "label_column", ("label",), says=[says])
+    files = read_file(str(tmp_path / "train" / "*" / "*.txt"), TextSettings())
+    for table in (files, read_hub(str(tmp_path))["train"]):
+        says = f"pass --train_file {tmp_path / 'train'}"
+        refusal(require_columns, table, None, "label_column", ("label",), says=[says])
     path.write_bytes("很好".encode("gb18030"))
     fault = refusal(lambda: read_file(str(tmp_path / "train"), TextSettings()).rows)
     assert fault == f"{path}, line 1: not utf-8: pass --encoding gb18030"

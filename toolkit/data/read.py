@@ -48,6 +48,7 @@ _SPLIT_NAMES = {
 }
 _LISTS = {"data", *itertools.chain(*_SPLIT_NAMES.values())}
 """The names of a list of rows in an object of JSON."""
+_BY_CLASS = "for a folder of texts for each class pass --train_file "
 
 
 def read_tables(settings: TextSettings) -> dict[str, Table]:
@@ -168,6 +169,8 @@ def _load(paths: list[Path], settings: TextSettings, name: str, digest: str) -> 
         advice = text_files.advice(paths[0], settings)
     if form == ".csv" and not settings.header:
         advice = advice or "if the first line is a row, pass --column_names"
+    if form == ".txt" and paths[0].parent != paths[-1].parent:
+        advice = f"{_BY_CLASS}{paths[0].parent.parent}"
     return Rows(rows, files, advice)
 
 
@@ -411,7 +414,7 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
     advice = ""
     for path in (folder, folder / "train"):
         if any(path.glob("*/*.txt")):
-            advice = f"for a folder of texts for each class pass --train_file {path}"
+            advice = f"{_BY_CLASS}{path}"
     tables = {}
     for split, rows in splits.items():
         digest = f"{content}-{config}-{split}" if content else rows._fingerprint
