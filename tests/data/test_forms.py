@@ -12,7 +12,6 @@ import pytest
 from tests.evaluation.columns import save_columns
 from tests.faults import refusal
 from toolkit.config import TextSettings
-from toolkit.data import text_files
 from toolkit.data.columns import require_columns
 from toolkit.data.options import reading_settings, remembered_settings
 from toolkit.data.read import read_file, read_hub, replacement_notes
@@ -23,11 +22,7 @@ LINES = "".join(f"{json.dumps(row)}\n" for row in ROWS)
 BOTH = {"names": "text,label"}
 
 
-@pytest.fixture(autouse=True, params=[2, text_files.BLOCK_ROWS])
-def _block_rows(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, toolkit_cache: Path
-) -> None:
-    monkeypatch.setattr(text_files, "BLOCK_ROWS", request.param)
+pytestmark = pytest.mark.usefixtures("toolkit_cache")
 
 
 def rows_of(path: Path, content: str | bytes, **options: Any) -> Any:
@@ -58,6 +53,11 @@ def rows_of(path: Path, content: str | bytes, **options: Any) -> Any:
 )
 def test_the_same_rows_in_every_form(tmp_path: Path, name: str, content: str, options: Any) -> None:
     assert rows_of(tmp_path / name, content, **options).to_list() == ROWS
+
+
+def test_numbers_that_are_names_of_columns(tmp_path: Path) -> None:
+    for header in (",0,1", "text,0,1"):
+        assert len(rows_of(tmp_path / "a.csv", f"{header}\n0,a,1\n1,b,0\n")) == 2
 
 
 def test_several_labels_of_fasttext_are_lists(tmp_path: Path) -> None:
@@ -105,11 +105,6 @@ def test_an_error_names_the_form(
     tmp_path: Path, name: str, content: str, options: Any, says: str
 ) -> None:
     assert re.search(says, refusal(rows_of, tmp_path / name, content, **options))
-
-
-def test_numbers_that_are_names(tmp_path: Path) -> None:
-    assert len(rows_of(tmp_path / "a.csv", ",0,1\n0,a,1\n1,b,0\n")) == 2
-    assert len(rows_of(tmp_path / "a.csv", "text,0,1\na,0,1\nb,1,0\n")) == 2
 
 
 @pytest.mark.parametrize(
@@ -166,11 +161,8 @@ def test_a_file_is_read_as_in_training_where_it_has_that_form(
     path.write_bytes(content)
     fitting = fitting_settings(str(tmp_path / "model"), str(path), None)
     assert set(fitting) == fits
+    assert remembered_settings(TextSettings(train_file="a.csv")) == {}
     options = dict.fromkeys(("encoding", "encoding_errors", "quoting", "column_names"))
     given = Namespace(**options, delimiter=";")
     settings = reading_settings(given, **fitting)
     assert (settings.delimiter, settings.encoding == "gb18030") == (";", "encoding" in fits)
-
-
-def test_a_plain_file_is_nothing_to_remember() -> None:
-    assert remembered_settings(TextSettings(train_file="a.csv")) == {}
