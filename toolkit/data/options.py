@@ -10,6 +10,7 @@ from toolkit.config import TextSettings
 
 REMEMBERED = ("encoding", "delimiter", "quoting", "column_names")
 """How a file of this form is read: saved with the model that it trains."""
+READING = (*REMEMBERED, "encoding_errors")
 
 
 def add_reading_options(parser: argparse.ArgumentParser) -> None:
@@ -30,8 +31,7 @@ def add_reading_options(parser: argparse.ArgumentParser) -> None:
 
 def reading_settings(options: argparse.Namespace, **defaults: Any) -> TextSettings:
     """How a file is read; `defaults` replace those of `TextSettings`."""
-    names = (*REMEMBERED, "encoding_errors")
-    values = {name: getattr(options, name) for name in names}
+    values = {name: getattr(options, name) for name in READING}
     given = {name: value for name, value in values.items() if value is not None}
     return TextSettings(**{**defaults, **given})
 
