@@ -96,7 +96,7 @@ def test_text_column(write_rows: WriteRows) -> None:
         (["title", "body"], None, "name one of title, body with --text_column"),
         (["number"], None, "name one of number with --text_column"),
         ([" 标题　", "text"], "标题", " 标题　"),
-        (["标题;正文"], None, "pass its --delimiter"),
+        (["title", "text"], "title,txt", r"no column 'txt' \(did you mean text.*--text_column"),
     ):
         row = {column: cells.get(column, "t") for column in columns}
         table = read_file(write_rows("a.jsonl", [row]), TextSettings())

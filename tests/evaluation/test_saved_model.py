@@ -33,8 +33,7 @@ def test_a_model_outside_of_its_run(
     load_plain_tokenizer(once).save_pretrained(twice)
     names = {"text_column": "text", "text_pair": "more", "label_columns": ["label"]}
     assert saved_model.training_columns(twice).items() >= names.items()
-    assert saved_model.training_quoting(twice, "f.csv") == "none"
-    assert saved_model.training_quoting(twice, "f.tsv") == "csv"
+    assert saved_model.training_columns(twice)["quoting"] == "none"
     table = Table.of(datasets.Dataset.from_dict({"text": ["a"], "more": ["b"]}), "f.csv", "")
     assert choose_columns(twice, table, None, None) == ["text", "more"]
     save_columns(Path(once), text_column="title,more")

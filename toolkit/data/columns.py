@@ -58,17 +58,11 @@ def find_texts(
 
 
 def _only_texts(table: Table, excluded: set[str | None]) -> str:
-    """The only column that may hold texts. Raises UserError if there are none or several, and for
-    one whose name looks like several cells."""
+    """The only column that may hold texts. Raises UserError if there are none or several."""
     others = [name for name in table.rows.column_names if name not in excluded]
     texts = [name for name in others if _contains_text(table, name)]
     if len(texts) != 1:
         raise unclear_column(table, "text_column", texts or others)
-    if len(table.rows.column_names) == 1 and re.search(r"[;|\t]", texts[0]):
-        raise UserError(
-            f"{table.name} has one column, {texts[0][:60]!r}: pass its --delimiter, or "
-            "--column_names text if the first line is no header, or name it with --text_column"
-        )
     return texts[0]
 
 
@@ -83,11 +77,10 @@ def _contains_text(table: Table, column: str) -> bool:
 
 def unclear_column(table: Table, setting: str, names: list[str]) -> UserError:
     """The error if it is unclear which column a setting means, and what to pass."""
-    remedy = "there is no other than the text (is the --delimiter right?)"
+    remedy = "there is no other than the text"
     if names:
         remedy = f"name one of {listing(names)} with --{setting}"
+    if table.load().advice:
+        remedy += f"; {table.load().advice}"
     what = setting.removesuffix("_column")
-    return UserError(
-        f"{table.name}: which column is the {what}? {remedy}; a CSV file without a header line "
-        "needs --column_names"
-    )
+    return UserError(f"{table.name}: which column is the {what}? {remedy}")

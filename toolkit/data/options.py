@@ -3,27 +3,44 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from toolkit.config import TextSettings
 
-_NAMES = ("encoding", "delimiter", "quoting", "column_names")
+REMEMBERED = ("encoding", "delimiter", "quoting", "column_names")
+"""How a file of this form is read: saved with the model that it trains."""
+READING = (*REMEMBERED, "encoding_errors")
 
 
 def add_reading_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--encoding", metavar="NAME", help="encoding of CSV, TSV and JSON files [utf-8]")
+    errors = "replace: bytes that are not in the encoding become U+FFFD"
+    add("--encoding_errors", choices=("strict", "replace"), help=errors)
     add(
         "--delimiter",
-        metavar="CHARACTER",
-        help="delimiter of cells; default: by the suffix",
+        metavar="CHARACTERS",
+        help="between cells: ';', tab; none: a text is a line; default: by the suffix",
     )
-    quoting = "none: a double quote is part of the text [as in training, or csv]"
+    quoting = "none: a double quote is part of the text [csv]"
     add("--quoting", choices=("csv", "none"), help=quoting)
-    add("--column_names", metavar="NAMES", help="of a file without a header: label,text")
+    names = "of a file without a header: label,text; '' if it has one"
+    add("--column_names", metavar="NAMES", help=names)
 
 
 def reading_settings(options: argparse.Namespace, **defaults: Any) -> TextSettings:
     """How a file is read; `defaults` replace those of `TextSettings`."""
-    given = {name: getattr(options, name) for name in _NAMES if getattr(options, name)}
+    values = {name: getattr(options, name) for name in READING}
+    given = {name: value for name, value in values.items() if value is not None}
     return TextSettings(**{**defaults, **given})
+
+
+def remembered_settings(data: TextSettings) -> dict[str, str]:
+    """What of the settings of a run tells how its training file is read, and its name."""
+    values = {name: getattr(data, name) for name in REMEMBERED}
+    plain = TextSettings()
+    changed = {name: each for name, each in values.items() if each != getattr(plain, name)}
+    if changed:
+        changed["train_file"] = Path(str(data.train_file)).name
+    return changed

@@ -1,4 +1,5 @@
-"""Text files: decompress, decode; CSV, TSV and plain text -> batches of rows.
+"""Text files: decompress, decode; CSV, TSV, fastText, plain text and a folder of them -> batches of
+rows.
 
 Cells of CSV and TSV stay text, as written: `007`, `null` and `NA` are texts.
 """
@@ -11,24 +12,57 @@ import csv
 import gzip
 import io
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from natsort import natsorted
+
 from toolkit.config import TextSettings
+from toolkit.data.columns import USUAL_TEXT
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
     import pyarrow
 
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open}
-DELIMITERS = {".csv": ",", ".tsv": "\t"}
+FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt")
+TAB = "\t"
+DELIMITERS = {".csv": ",", ".tsv": TAB}
 BLOCK_ROWS = 512
 """So few lists that the garbage collector does not visit them again and again: with 16,384 rows CSV
 takes four times as long."""
 _MAX_CELL = 64 << 20
 """Characters: bounds the memory that a quote without an end takes."""
+_MARKS = {
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
 _LIKELY_ENCODINGS = ("utf-8", "gb18030", "big5")
+_LIKELY_DELIMITERS = ("\t", "_!_", "|||", "||", "::", "\x01", ",", ";", "|")
+_UNIT = "\x1f"
+"""ASCII's unit separator, which stands for a delimiter of several characters: `csv` takes one."""
+_FASTTEXT_LABEL = re.compile(r"(?<!\S)__label__(\S+)\s*")
+
+
+def format_of(path: Path) -> str:
+    """`reviews.csv.gz` -> `.csv`; empty for a folder. Raises UserError for an ending without a
+    reader."""
+    if path.is_dir():
+        return ""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in OPENERS:
+        suffixes.pop()
+    if suffixes and suffixes[-1] in FORMATS:
+        return suffixes[-1]
+    formats = f"{', '.join(FORMATS)} (also with .gz or .bz2 after it)"
+    raise UserError(
+        f"{path}: its format is unclear: name it {formats}; a workbook is saved as `CSV UTF-8` in "
+        "Excel, other archives are unpacked"
+    )
 
 
 def open_bytes(path: Path) -> Any:
@@ -36,70 +70,169 @@ def open_bytes(path: Path) -> Any:
     return OPENERS.get(path.suffix.lower(), open)(path, "rb")
 
 
-def has_utf8_mark(path: Path) -> bool:
-    """Whether it begins with UTF-8's byte order mark, as Excel's CSV files do."""
+def encoding_of(path: Path, settings: TextSettings) -> str:
+    """`--encoding`, or that of the byte order mark with which a file begins, as Excel's do."""
     with open_bytes(path) as file:
-        return bool(file.read(3) == codecs.BOM_UTF8)
+        start = file.read(3)
+    for mark, encoding in _MARKS.items():
+        if start.startswith(mark):
+            return encoding
+    return settings.encoding
 
 
-def open_text(path: Path, encoding: str) -> io.TextIOWrapper:
+def open_text(path: Path, settings: TextSettings) -> io.TextIOWrapper:
     """The text of a file, without a byte order mark. Raises UserError; reading raises
     UnicodeError."""
+    encoding = encoding_of(path, settings)
+    errors = settings.encoding_errors
     try:
-        name = codecs.lookup(encoding).name
+        return io.TextIOWrapper(open_bytes(path), encoding, errors, newline="\n")
     except LookupError as error:
         raise UserError(f"--encoding {encoding}: Python has no such encoding") from error
-    if name == "utf-8":
-        encoding = "utf-8-sig"
-    elif has_utf8_mark(path):  # GB18030 decodes it, to other characters
-        fault = f"begins with UTF-8's byte order mark, and --encoding is {encoding}"
-        raise UserError(f"{path} {fault}: pass utf-8")
-    return io.TextIOWrapper(open_bytes(path), encoding, newline="\n")
 
 
 def encoding_fault(path: Path, encoding: str) -> str:
-    """Names the first line that does not decode, and an encoding in which all lines do."""
+    """Names the first line that does not decode, and the encoding in which most lines do."""
     with open_bytes(path) as file:
-        start = file.read(4)
-    if start == b"PK\x03\x04":
-        return (
-            f"{path} is an Excel workbook or a zip, not text: save it as `CSV UTF-8` there"
+        if file.read(4) == b"PK\x03\x04":
+            remedy = "save it as `CSV UTF-8` there"
+            return f"{path} is an Excel workbook or a zip, not text: {remedy}"
+    encodings = (encoding, *_LIKELY_ENCODINGS)
+    faults = {name: undecodable_lines(path, name) for name in encodings}
+    best = min(faults, key=lambda name: faults[name][1])
+    fault = f"{path}, line {faults[encoding][0]}: not {encoding}"
+    count = faults[best][1]
+    if not count:
+        return f"{fault}: pass --encoding {best}"
+    return (
+        f"{fault}: correct the file, or pass its --encoding, or --encoding {best} "
+        f"--encoding_errors replace (not in {best}: {count} of its lines)"
+    )
+
+
+def undecodable_lines(path: Path, encoding: str) -> tuple[int, int]:
+    """The number of the first line that is not in this encoding, from 1, and how many are not."""
+    first = count = 0
+    with open_bytes(path) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode(encoding)
+            except UnicodeError:
+                first = first or number
+                count += 1
+    return first, count
+
+
+# --- what the first lines show
+
+
+def first_lines(path: Path, settings: TextSettings, count: int = 20) -> list[str]:
+    """Lines that are not blank."""
+    with open_text(path, replace(settings, encoding_errors="replace")) as text:
+        lines = (line.rstrip("\r\n") for line in text)
+        return list(itertools.islice(filter(str.strip, lines), count))
+
+
+def is_json(lines: list[str]) -> bool:
+    """Whether a file that begins with these lines holds objects, or a list of them."""
+    return bool(re.match(r'\s*(\[\s*)?\{\s*"', "\n".join(lines)))
+
+
+def is_fasttext(lines: list[str]) -> bool:
+    return any(map(_FASTTEXT_LABEL.search, lines))
+
+
+def likely_delimiter(lines: list[str]) -> str:
+    """What all lines have equally often; empty for nothing."""
+    for delimiter in _LIKELY_DELIMITERS:
+        counts = {line.count(delimiter) for line in lines}
+        if len(counts) == 1 and counts != {0}:
+            return delimiter
+    return ""
+
+
+def advice(path: Path, settings: TextSettings) -> str:
+    """What to pass if the columns of a file are not those that it was written with; empty if its
+    first lines do not show it."""
+    lines = first_lines(path, settings)
+    if is_json(lines):
+        return "it holds JSON: name it .json, and leave out --delimiter"
+    if is_fasttext(lines):
+        return "its lines are fastText's: name it .txt, and leave out --delimiter"
+    delimiter = likely_delimiter(lines)
+    if delimiter in ("", delimiter_of(path, settings)):
+        return ""
+    return f"pass --delimiter {'tab' if delimiter == TAB else repr(delimiter)}"
+
+
+def delimiter_of(path: Path, settings: TextSettings) -> str:
+    """`--delimiter`, or by the file's ending; empty if a text is a line. Raises UserError for what
+    cannot be one."""
+    if settings.delimiter is None:
+        return DELIMITERS.get(format_of(path), TAB if settings.header else "")
+    delimiter = {"tab": TAB, "none": ""}.get(settings.delimiter, settings.delimiter)
+    delimiter = delimiter.replace("\\t", TAB).replace("\\x01", "\x01")
+    if set(delimiter) & set('"\r\n'):
+        raise UserError(
+            f"--delimiter {settings.delimiter!r}: give other characters, or tab"
         )
-    fault = f"{path}, line {_undecodable_line(path, encoding)}: not {encoding}"
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return f"{fault}: pass --encoding utf-16"
-    for other in _LIKELY_ENCODINGS:
-        if other != encoding and _undecodable_line(path, other) is None:
-            return f"{fault}: pass --encoding {other}"
-    return f"{fault}: correct that line, or pass the --encoding of the file"
-
-
-def _undecodable_line(path: Path, encoding: str) -> int | None:
-    """The number of the first line that is not in this encoding, from 1; None: all are."""
-    decoder = codecs.getincrementaldecoder(encoding)()
-    number = 1
-    with open_bytes(path) as file:
-        try:
-            for line in file:
-                decoder.decode(line)
-                number += 1
-            decoder.decode(b"", final=True)
-        except UnicodeError:
-            return number
-    return None
+    return delimiter
 
 
 def read_plain(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
-    """A text for each line, or for the lines between blank ones, in the column `text`."""
+    """A text for each line, or for the lines between blank ones, in the column `text`. Raises
+    UserError if the lines look like rows with tabs."""
     import pyarrow
 
-    with open_text(path, settings.encoding) as text:
+    has_tabs = likely_delimiter(first_lines(path, settings)) == TAB
+    if has_tabs and settings.delimiter is None:
+        raise UserError(
+            f"{path}: all lines have equally many tabs: for a table pass --delimiter tab (and "
+            "--column_names if it has no header), for a text a line --delimiter none"
+        )
+    with open_text(path, settings) as text:
         texts: Iterable[str] = (line.rstrip("\r\n") for line in text)
         if settings.sample_by == "paragraph":
             groups = itertools.groupby(texts, key=lambda line: bool(line.strip()))
             texts = ("\n".join(lines).strip() for has_text, lines in groups if has_text)
         for block in in_blocks(texts):
             yield pyarrow.record_batch({"text": pyarrow.array(block, "string")})
+
+
+def fasttext_rows(path: Path, settings: TextSettings) -> Iterator[dict[str, Any]]:
+    """`__label__A __label__B a text`: lists of labels, or, where no line has several, labels."""
+    with open_text(path, settings) as text:
+        is_multi = any(len(_FASTTEXT_LABEL.findall(line)) > 1 for line in text)
+    with open_text(path, settings) as text:
+        for line in filter(str.strip, text):
+            labels: Any = _FASTTEXT_LABEL.findall(line)
+            if not is_multi:
+                labels = "".join(labels)
+            yield {"text": _FASTTEXT_LABEL.sub("", line).strip(), "label": labels}
+
+
+def files_by_class(folder: Path) -> list[Path]:
+    """CLASS/NAME.txt, or without an ending. Raises UserError if there is none."""
+    paths = folder.glob("[!.]*/[!.]*")
+    files = [path for path in paths if path.suffix in ("", ".txt") and path.is_file()]
+    if not files:
+        raise UserError(
+            f"{folder} is no file, and no folder with a folder of texts for each class: "
+            "CLASS/NAME.txt"
+        )
+    return natsorted(files)
+
+
+def rows_by_class(folder: Path, settings: TextSettings) -> Iterator[dict[str, Any]]:
+    """A text for each file, its folder as the label, and its name. Raises UserError."""
+    for path in files_by_class(folder):
+        try:
+            with open_text(path, settings) as text:
+                content = text.read().strip()
+        except UnicodeError as error:
+            raise UserError(encoding_fault(path, settings.encoding)) from error
+        file = str(path.relative_to(folder))
+        yield {"text": content, "label": path.parent.name, "file": file}
 
 
 def in_blocks(items: Iterable[Any], size: int | None = None) -> Iterator[list[Any]]:
@@ -113,7 +246,10 @@ def check_columns(path: Path, names: list[str]) -> None:
     """Raises UserError for duplicate names."""
     for name in names:
         if names.count(name) > 1:
-            raise UserError(f"{path} has more than one column {name!r}: rename them")
+            raise UserError(
+                f"{path} has more than one column {name!r}: rename them, or, if the first line is "
+                "a row, pass --column_names"
+            )
 
 
 def read_csv(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
@@ -121,14 +257,16 @@ def read_csv(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch
     fewer cells than the header, or of a quote that is not closed at the end of its cell."""
     import pyarrow
 
-    with open_text(path, settings.encoding) as text:
-        delimiter = _delimiter(path, settings)
+    with open_text(path, settings) as text:
+        delimiter = delimiter_of(path, settings)
         rows = _csv_rows(path, text, delimiter, settings)
-        names = settings.header or _column_names(path, next(rows, []))
+        names = settings.header or _column_names(path, next(rows, []), settings)
         check_columns(path, names)
         first_row = 1
         for block in in_blocks(rows):
             columns = list(zip(*block, strict=True))
+            if first_row == 1 and not settings.header:
+                _refuse_row_as_header(path, names, columns)
             if any("\n" in "".join(cells) for cells in columns):
                 _refuse_swallowed_rows(path, block, first_row, delimiter)
             yield pyarrow.record_batch([pyarrow.array(cells) for cells in columns], names)
@@ -140,8 +278,14 @@ def _csv_rows(
 ) -> Iterator[list[str]]:
     """The rows, blank lines left out, all as wide as the header or the first."""
     quoting: Any = csv.QUOTE_MINIMAL if settings.quoting == "csv" else csv.QUOTE_NONE
+    lines: Iterable[str] = text
+    character = delimiter
+    if len(delimiter) > 1:
+        character = _UNIT
+        lines = (line.replace(delimiter, character) for line in text)
+        quoting = csv.QUOTE_NONE
     csv.field_size_limit(_MAX_CELL)
-    reader = csv.reader(text, delimiter=delimiter, quoting=quoting, strict=True)
+    reader = csv.reader(lines, delimiter=character, quoting=quoting, strict=True)
     width = len(settings.header)
     line = 1
     try:
@@ -149,10 +293,15 @@ def _csv_rows(
             if cells:
                 width = width or len(cells)
                 if len(cells) != width:
+                    header = "--column_names" if settings.header else "the header"
+                    remedy = "put cells with a delimiter or a line break in double quotes"
+                    if settings.quoting == "none":
+                        remedy += ", with --quoting csv"
+                    if len(delimiter) > 1:
+                        remedy = "correct that line"
                     raise UserError(
-                        f"{path}, line {line}: {len(cells)} cells where the header has {width}: "
-                        f"pass another --delimiter than {delimiter!r} (and --quoting csv), or put "
-                        "the texts with it in double quotes"
+                        f"{path}, line {line}: {len(cells)} cells where {header} has {width}: "
+                        f"{advice(path, settings) or remedy}"
                     )
                 yield cells
             line = reader.line_num + 1
@@ -164,12 +313,33 @@ def _csv_rows(
         ) from error
 
 
-def _column_names(path: Path, cells: list[str]) -> list[str]:
-    """The names in a header line. Raises UserError for an empty one."""
+def _column_names(path: Path, cells: list[str], settings: TextSettings) -> list[str]:
+    """The names in a header line. Raises UserError for an empty one, and where the file is not a
+    table with this delimiter."""
     if not any(cells):
         raise UserError(f"{path} is empty, or its first line is: write the columns there")
+    remedy = advice(path, settings)
+    is_guess = len(cells) == 1 and settings.delimiter is None
+    if remedy and (is_guess or is_json(cells)):
+        raise UserError(f"{path} begins with the column {cells[0][:60]!r}: {remedy}")
     # pandas leaves the name of its index empty
     return [name or f"Unnamed: {place}" for place, name in enumerate(cells)]
+
+
+def _refuse_row_as_header(path: Path, names: list[str], columns: list[Any]) -> None:
+    """Raises UserError if the first line looks like a row: one of its cells is also in the column
+    that it would name. Numbers may be names: of classes beside a text, or pandas' 0, 1, ..."""
+    given = [name for name in names if not name.startswith("Unnamed")]
+    has_numbers = given == list(map(str, range(len(given)))) or set(USUAL_TEXT) & set(given)
+    for name, cells in zip(names, columns, strict=True):
+        if has_numbers and name.isdecimal():
+            continue
+        if name in cells:
+            raise UserError(
+                f"{path}: the first line names the columns, and {name!r} is also the cell of row "
+                f"{cells.index(name) + 1}: if that line is a row, pass --column_names with "
+                f"{len(names)} names, else rename the column, or remove the row"
+            )
 
 
 def _refuse_swallowed_rows(
@@ -191,16 +361,3 @@ def _refuse_swallowed_rows(
                     f"{len(lines) - 1} rows after it: if double quotes are part of the texts, pass "
                     "--quoting none; else double it"
                 )
-
-
-def _delimiter(path: Path, settings: TextSettings) -> str:
-    """`--delimiter`, or by the file's ending. Raises UserError for what cannot be one."""
-    if settings.delimiter is None:
-        suffixes = [suffix.lower() for suffix in path.suffixes]
-        return "\t" if ".tsv" in suffixes else ","
-    delimiter = {"tab": "\t", "\\t": "\t"}.get(settings.delimiter, settings.delimiter)
-    if len(delimiter) != 1 or not delimiter.isascii() or delimiter in '"\r\n':
-        raise UserError(
-            f"--delimiter {settings.delimiter!r}: give one ASCII character, or tab"
-        )
-    return delimiter
