@@ -43,7 +43,7 @@ def weigh_classes(data: Data, objective: ObjectiveSettings, device: torch.device
     _check_objective(labels, objective)
     if labels.problem_type == REGRESSION:
         return data
-    counts = _class_counts(labels, data.train)
+    counts = labels.count(data.train.labels)
     notes = [*data.notes, *_notes_on_classes(data.splits, labels, counts)]
     splits: dict[str, Any] = data.splits
     pos_weight = None
@@ -76,17 +76,10 @@ def weigh_classes(data: Data, objective: ObjectiveSettings, device: torch.device
 def _notes_on_classes(
     splits: Mapping[str, Split], labels: Labels, counts: np.ndarray
 ) -> Iterator[str]:
-    """How many rows each class has, which names are alike but for case and blanks, and which
-    classes an evaluated split lacks."""
+    """How many rows each class has, and which classes an evaluated split lacks."""
     yield f"rows of each class in train: {_listed(labels, counts, counts, '{:d}')}"
-    alike: dict[str, list[str]] = {}
-    for name in labels.names:
-        alike.setdefault("".join(name.split()).casefold(), []).append(repr(name))
-    for group in alike.values():
-        if len(group) > 1:
-            yield f"classes {listing(group)} have almost the same name: write it in one way"
     for name, split in splits.items():
-        missing = np.flatnonzero(_class_counts(labels, split) == 0)
+        missing = np.flatnonzero(labels.count(split.labels) == 0)
         if name != "train" and len(missing):
             classes = listing(labels.names[place] for place in missing)
             yield f"{name} has no row of {classes}: that counts as an F1 of 0 in f1_macro"
@@ -101,13 +94,6 @@ def _check_objective(labels: Labels, objective: ObjectiveSettings) -> None:
             raise UserError(f"--{name} {value} does not fit {kind}: {why}")
     if labels.problem_type == REGRESSION and objective.loss != "cross_entropy":
         raise UserError(f"--loss {objective.loss} does not fit {kind}: it is for classes")
-
-
-def _class_counts(labels: Labels, split: Split) -> np.ndarray:
-    """(classes,) int64: the rows of each class."""
-    if labels.problem_type == MULTI:
-        return split.labels.sum(axis=0, dtype=np.float64).astype(np.int64)
-    return np.bincount(split.labels, minlength=labels.size)
 
 
 def _positive_weights(

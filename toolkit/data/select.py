@@ -13,7 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.data.columns import find_columns, find_texts, unclear_column
+from toolkit.data.columns import (
+    find_columns,
+    find_texts,
+    likely_labels,
+    likely_texts,
+    unclear_column,
+)
 from toolkit.data.table import Table
 from toolkit.data.targets import Targets, targets_of
 from toolkit.data.tokenizer import separator_of
@@ -52,7 +58,7 @@ def select_samples(
     if len(joined) > 1:
         columns = ", ".join(joined)
         notes.append(f"columns {columns} are one text, with {separator} between them")
-    notes.extend(_unread_columns(settings, tables["train"], [*texts, *predicted]))
+    notes.extend(_unread_columns(settings, tables["train"], texts, predicted))
     with_texts = {}
     for split, table in tables.items():
         with_texts[split] = _with_texts(table.read(texts, separator), drop_empty)
@@ -75,6 +81,8 @@ def select_samples(
         places = _filled(table, missing, what, predicted, setting, drop_empty)
         table = table.select(places)
         encoded = targets.encode(table)
+        if split == "train":
+            notes.extend(targets.notes(table, encoded))
         splits[split] = Samples(table, encoded, hashes[places])
         dropped = len(tables[split]) - len(table)
         if dropped:
@@ -95,16 +103,28 @@ def data_seed(settings: Any) -> int:
     return int(settings.data.data_seed)
 
 
-def _unread_columns(settings: Any, train: Table, read: list[str]) -> Iterator[str]:
-    """A line on the other columns, unless the settings name those that are read: another one may
+def _unread_columns(
+    settings: Any, train: Table, texts: tuple[str, ...], predicted: tuple[str, ...]
+) -> Iterator[str]:
+    """Lines on the other columns, unless the settings name those that are read: another one may
     be the label, or a second text."""
+    data = settings.data
     names = ["text_column", targets_of(settings).column_setting]
-    is_guess = any(name and getattr(settings.data, name) is None for name in names)
-    names_read = {name for column in read for name in train.columns_of(column)}
-    others = [name for name in train.rows.column_names if name not in names_read]
-    if is_guess and others:
-        choices = " and ".join(f"--{name}" for name in names if name)
-        yield f"not read: column {listing(others)} ({choices} choose others)"
+    guesses = [name for name in names if name and getattr(data, name) is None]
+    read = {name for column in (*texts, *predicted) for name in train.columns_of(column)}
+    others = [name for name in train.rows.column_names if name not in read]
+    if not guesses or not others:
+        return
+    choices = " and ".join(f"--{name}" for name in names if name)
+    yield f"not read: column {listing(others)} ({choices} choose others)"
+    labels = likely_labels(train, others)
+    if "label_column" in guesses and labels:
+        doubt = f"column {listing(labels)} may be it (--label_column)"
+        yield f"is {listing(predicted)} the label? {doubt}"
+    seconds = likely_texts(train, others)
+    if "text_column" in guesses and getattr(data, "text_pair", "") is None and seconds:
+        doubt = f"column {listing(seconds)} has texts, too (--text_column, --text_pair)"
+        yield f"is {texts[0]} the text? {doubt}"
 
 
 def _find_columns(settings: Any, train: Table) -> tuple[tuple[str, ...], tuple[str, ...]]:
