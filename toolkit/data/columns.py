@@ -111,8 +111,12 @@ def unclear_column(table: Table, setting: str, names: list[str]) -> UserError:
     """The error if it is unclear which column a setting means, and what to pass."""
     what = setting.removesuffix("_column")
     plain = [name for name in names if _is_plain(table, name)]
+    cells = [name for name in plain if name in map(str, distinct_cells(table, name))]
     remedy = "there is no other than the text"
-    if plain:
+    if cells:
+        row = f"{listing(cells)} is a value of its column"
+        remedy = f"the first line is a row, not a header, as {row}: pass --column_names"
+    elif plain:
         remedy = f"name one of {listing(plain)} with --{setting}"
     elif names:
         remedy = f"{listing(names)} holds objects: make a column of the {what}"

@@ -136,8 +136,8 @@ def class_names(cell: Any, separator: str | None) -> list[str]:
         names = [part for part in parts if part.strip()]
     if names is None:
         raise ValueError(
-            f'holds {str(cell)[:60]!r}, no list of labels: write JSON, ["a", "b"], or pass '
-            "--label_separator"
+            f'holds {str(cell)[:60]!r}, no list of labels: write JSON, ["a", "b"], or '
+            "train with --label_separator"
         )
     return [class_name(name) for name in names]
 

@@ -139,7 +139,7 @@ class Labels(Targets):
             place = self._id(name)
             if flags[place]:
                 raise ValueError(
-                    f"{cell!r} names a class twice: a column per class holds 0 and 1"
+                    f"{cell!r} names a class twice: write it once (0 and 1 need a column per class)"
                 )
             flags[place] = 1.0
         return flags

@@ -213,8 +213,8 @@ def _hold_out(splits: dict[str, Samples], targets: Targets, settings: Any) -> st
     if count >= len(places):
         raise UserError(
             f"{samples.table.name}: {len(places)} rows whose class is not theirs alone are too few "
-            f"to hold out a part of {share:g} for validation: pass --validation_file, or another "
-            "--validation_split; is the label column right?"
+            f"to hold out a part of {share:g} for validation: pass --validation_file; is the "
+            "label column right?"
         )
     fewest = min(count, len(places) - count)
     if strata is not None and fewest < len(np.unique(strata)):
