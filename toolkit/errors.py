@@ -55,9 +55,9 @@ class Faults(list[str]):
             raise UserError(f"{len(self)} faults:{listed}")
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """` (did you mean X?)` for the most similar known name, or empty."""
-    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f" (did you mean {nearest[0]}?)" if nearest else ""
 
 

@@ -8,7 +8,6 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from toolkit.config import (
 )
 from toolkit.data.batches import collator_of
 from toolkit.data.encode import truncate_split
+from toolkit.data.options import remembered_settings
 from toolkit.data.prepare import Data, finish_data, prepare_data
 from toolkit.data.tokenizer import load_tokenizer
 from toolkit.data.tokens import Split
@@ -394,12 +394,9 @@ def _task_of(settings: Any) -> str:
 
 
 def _training_columns(settings: Any, data: Data) -> dict[str, Any]:
-    columns = {
+    return {
         "text_column": data.text_column,
         "text_pair": data.text_pair,
         **data.targets.source(),
+        **remembered_settings(settings.data),
     }
-    if settings.data.quoting == "none":
-        columns["quoting"] = "none"
-        columns["train_file"] = Path(settings.data.train_file).name
-    return columns

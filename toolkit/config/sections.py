@@ -163,8 +163,8 @@ class TextSettings:
     )
 
     train_file: str | None = None
-    """CSV, TSV, JSON, JSONL, Parquet, also .gz, .bz2; several by a pattern, 'part-*.csv';
-    .txt: only texts."""
+    """CSV, TSV, JSON, JSONL, Parquet, also .gz, .bz2; several by a pattern, 'part-*.csv'; .txt: a
+    text a line, or fastText's lines; a folder: CLASS/NAME.txt."""
     validation_file: str | None = None
     """Evaluated during training; default: a part of the training rows is held out."""
     test_file: str | None = None
@@ -178,8 +178,11 @@ class TextSettings:
     content."""
     encoding: str = "utf-8"
     """The encoding of CSV, TSV and JSON files; `gb18030` for GBK."""
+    encoding_errors: Literal["strict", "replace"] = "strict"
+    """Bytes that are not in this encoding: an error, or each replaced by U+FFFD."""
     delimiter: str | None = None
-    """The delimiter of CSV and TSV files, one character or `tab`; default: by the file's ending."""
+    """The delimiter of CSV, TSV and .txt files, `tab`, or `none`: a text is a line; default: by the
+    ending. Cells between delimiters of several characters have no quotes."""
     quoting: Literal["csv", "none"] = "csv"
     """CSV and TSV files: csv: cells may be in double quotes; none: a double quote is part of the
     text."""

@@ -61,17 +61,11 @@ def find_texts(
 
 
 def _only_texts(table: Table, excluded: set[str | None]) -> str:
-    """The only column that may hold texts. Raises UserError if there are none or several, and for
-    one whose name looks like several cells."""
+    """The only column that may hold texts. Raises UserError if there are none or several."""
     others = [name for name in table.rows.column_names if name not in excluded]
     texts = [name for name in others if _contains_text(table, name)]
     if len(texts) != 1:
         raise unclear_column(table, "text_column", texts or others)
-    if len(table.rows.column_names) == 1 and re.search(r"[;|\t]", texts[0]):
-        raise UserError(
-            f"{table.name} has one column, {texts[0][:60]!r}: pass its --delimiter, or "
-            "--column_names text if the first line is no header, or name it with --text_column"
-        )
     return texts[0]
 
 
@@ -112,18 +106,16 @@ def unclear_column(table: Table, setting: str, names: list[str]) -> UserError:
     what = setting.removesuffix("_column")
     plain = [name for name in names if _is_plain(table, name)]
     cells = [name for name in plain if name in map(str, distinct_cells(table, name))]
-    remedy = "there is no other than the text"
+    remedies = ["there is no other than the text"]
     if cells:
         row = f"{listing(cells)} is a value of its column"
-        remedy = f"the first line is a row, not a header, as {row}: pass --column_names"
+        remedies = [f"the first line is a row, as {row}: pass --column_names"]
     elif plain:
-        remedy = f"name one of {listing(plain)} with --{setting}"
+        remedies = [f"name one of {listing(plain)} with --{setting}"]
     elif names:
-        remedy = f"{listing(names)} holds objects: make a column of the {what}"
+        remedies = [f"{listing(names)} holds objects: make a column of the {what}"]
     if setting == "text_column" and len(plain) > 1:
-        remedy += " (recipes/cls.py reads pairs with --text_pair)"
-    if re.search(r"\.[ct]sv|\.txt", table.name.lower()):
-        remedy += (
-            "; is the --delimiter right? A file without a header line needs --column_names"
-        )
-    return UserError(f"{table.name}: which column is the {what}? {remedy}")
+        remedies.append("recipes/cls.py reads pairs with --text_pair")
+    if table.load().advice and not cells:
+        remedies.append(table.load().advice)
+    return UserError(f"{table.name}: which column is the {what}? {'; '.join(remedies)}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import glob
+import itertools
 import json
 import re
 import zlib
@@ -35,15 +36,18 @@ if TYPE_CHECKING:  # a process whose tokens are cached does not import it
     import pyarrow
 
 FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt")
-_LAYOUT = 6  # increase when the files in a cached folder of rows change
+_LAYOUT = 7  # increase when the files in a cached folder of rows change
 _BATCH_BLOCKS = 4
 """Blocks of rows that are one batch in the cache."""
-_FILE_SETTINGS = ("encoding", "delimiter", "quoting", "sample_by", "column_names")
+_FILE_SETTINGS = ("encoding", "encoding_errors", "delimiter", "quoting", "sample_by",
+                  "column_names")  # fmt: skip
 _SPLIT_NAMES = {
     "train": ("train",),
     "validation": ("validation", "valid", "dev"),
     "test": ("test",),
 }
+_LISTS = {"data", *itertools.chain(*_SPLIT_NAMES.values())}
+"""The names of a list of rows in an object of JSON."""
 
 
 def read_tables(settings: TextSettings) -> dict[str, Table]:
@@ -85,44 +89,88 @@ def _splits_of_dataset(name: str, settings: TextSettings) -> dict[str, Table]:
 
 
 def read_file(name: str, settings: TextSettings) -> Table:
-    """The table of a file, or of all files that match a pattern, in natural order. Raises UserError
-    when one is missing or empty, and, when rows are first used, for what cannot be parsed."""
-    paths = [Path(name)]
-    if not paths[0].is_file() and any(mark in name for mark in "*?["):
-        matches = natsorted(sorted(glob.glob(name)))  # noqa: PTH207
-        paths = [Path(file) for file in matches if Path(file).is_file()]
-        if not paths:
-            raise UserError(f"{name}: no file has such a name (looked in {Path.cwd()})")
+    """The table of a file, of a folder with a folder of texts for each class, or of all files that
+    match a pattern. Raises UserError when one is missing or empty, and, when rows are first used,
+    for what cannot be parsed."""
+    paths = files_of(name)
     contents = [f"{_digest_of(path)}{format_of(path)}" for path in paths]
     values = [str(getattr(settings, setting)) for setting in _FILE_SETTINGS]
     digest = digest_of_text(" ".join([f"{_LAYOUT}", *contents, *values]))
     return Table(cache(partial(_load, paths, settings, name, digest)), name, digest)
 
 
+def replacement_notes(table: Table, settings: TextSettings) -> Iterator[str]:
+    """A line on the rows in which `--encoding_errors replace` has replaced bytes."""
+    if settings.encoding_errors == "strict":
+        return
+    rows = []
+    for numbers, columns in table.cells(table.rows.column_names):
+        for row, cells in zip(numbers.tolist(), zip(*columns, strict=True), strict=True):
+            if "\ufffd" in str(cells):
+                rows.append(row)
+    if rows:
+        fault = f"have bytes that are not {settings.encoding}, read as U+FFFD"
+        yield f"{len(rows)} of {len(table)} rows {fault} (rows {table.listing(rows)})"
+
+
+def files_of(name: str) -> list[Path]:
+    """The path, or all files that match a pattern, in natural order. Raises UserError for none."""
+    path = Path(name)
+    if path.is_file() or not any(mark in name for mark in "*?["):
+        return [path]
+    matches = map(Path, natsorted(sorted(glob.glob(name))))  # noqa: PTH207
+    paths = [path for path in matches if path.is_file()]
+    if not paths:
+        raise UserError(f"{name}: no file has such a name (looked in {Path.cwd()})")
+    return paths
+
+
 def format_of(path: Path) -> str:
-    """`reviews.csv.gz` -> `.csv`. Raises UserError for an ending without a reader."""
+    """`reviews.csv.gz` -> `.csv`; empty for a folder. Raises UserError for an ending without a
+    reader."""
+    if path.is_dir():
+        return ""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in text_files.OPENERS:
         suffixes.pop()
     if suffixes and suffixes[-1] in FORMATS:
         return suffixes[-1]
-    remedy = ""
+    remedy = f"name it {', '.join(FORMATS)} (also with .gz or .bz2 after it)"
     if path.suffix.lower() in (".xlsx", ".xls"):
-        remedy = "save it as `CSV UTF-8` in Excel; else "
-    formats = f"{', '.join(FORMATS)} (also with .gz or .bz2 after it)"
-    raise UserError(f"{path}: its format is unclear: {remedy}name it {formats}")
+        remedy = "save it as `CSV UTF-8` in Excel"
+    elif path.suffix.lower() in (".zip", ".rar", ".7z", ".xz", ".tar", ".tgz"):
+        remedy = "unpack it"
+    raise UserError(f"{path}: its format is unclear: {remedy}")
+
+
+def form_of(path: Path, settings: TextSettings) -> str:
+    """How a file is read: `.csv` (with any delimiter), `.json`, `.jsonl`, `.parquet`, `.txt` (a
+    text a line), `fasttext`; empty for a folder. Its first lines tell what the ending does not."""
+    kind = format_of(path)
+    if kind in ("", ".parquet"):
+        return kind
+    is_text = not kind.startswith(".json")
+    if is_text and (settings.delimiter or text_files.delimiter_of(path, settings)):
+        return ".csv" if text_files.delimiter_of(path, settings) else ".txt"
+    lines = text_files.first_lines(path, settings, 2)
+    if is_text and not text_files.is_json(lines):
+        return "fasttext" if text_files.is_fasttext(lines) else ".txt"
+    starts = [line.lstrip()[0] for line in lines]
+    if starts == ["{", "{"] or (kind == ".jsonl" and starts[:1] != ["["]):
+        return ".jsonl"
+    return ".json"
 
 
 def _digest_of(path: Path) -> str:
     """The digest of a file's content. Raises UserError for a missing file."""
+    if path.is_dir():
+        return digest_of_files(path, text_files.files_by_class(path))
     if not path.is_file():
         siblings = []
         if path.parent.is_dir():
-            siblings = [file.name for file in path.parent.iterdir() if file != path]
-        hint = did_you_mean(path.name, siblings)
-        raise UserError(
-            f"{path} does not exist, or is no file{hint} (looked in {Path.cwd()})"
-        )
+            siblings = [file.name for file in path.parent.iterdir()]
+        hint = did_you_mean(path.name, siblings, 0.85)
+        raise UserError(f"{path} does not exist{hint} (looked in {Path.cwd()})")
     return digest_of_file(path)
 
 
@@ -136,7 +184,19 @@ def _load(paths: list[Path], settings: TextSettings, name: str, digest: str) -> 
             (draft / "starts.json").write_text(json.dumps(starts), encoding="utf-8")
     starts = json.loads((folder / "starts.json").read_text(encoding="utf-8"))
     rows = datasets.Dataset.from_file(str(folder / "rows.arrow"))
-    return Rows(rows, list(zip(starts, map(str, paths), strict=True)))
+    files = list(zip(starts, map(str, paths), strict=True))
+    return Rows(rows, files, _advice(paths[0], settings))
+
+
+def _advice(path: Path, settings: TextSettings) -> str:
+    """What to pass if the columns are not the right ones."""
+    form = form_of(path, settings)
+    if form not in (".csv", ".txt"):
+        return ""
+    advice = text_files.advice(path, settings)
+    if form == ".csv" and not settings.header and not advice:
+        return "if the first line is a row, pass --column_names"
+    return advice
 
 
 def _write(paths: list[Path], settings: TextSettings, target: Path) -> list[int]:
@@ -145,17 +205,19 @@ def _write(paths: list[Path], settings: TextSettings, target: Path) -> list[int]
     import pyarrow
 
     schema: Any = None
-    for path in paths:
-        schema = _unify(path, schema, _schema(path, settings))
+    forms = {path: form_of(path, settings) for path in paths}
+    for path, form in forms.items():
+        schema = _unify(path, form, schema, _schema(path, form, settings))
     starts = []
     rows = 0
     with (
         pyarrow.OSFile(str(target), "wb") as file,
         pyarrow.ipc.new_stream(file, schema) as writer,
     ):
-        for path in paths:
+        for path, form in forms.items():
             starts.append(rows)
-            for blocks in text_files.in_blocks(_blocks(path, settings), _BATCH_BLOCKS):
+            batches = _blocks(path, form, settings)
+            for blocks in text_files.in_blocks(batches, _BATCH_BLOCKS):
                 tables = [pyarrow.Table.from_batches([block]) for block in blocks]
                 # the empty one: columns that these rows lack, in the order of the schema
                 tables.insert(0, schema.empty_table())
@@ -165,26 +227,26 @@ def _write(paths: list[Path], settings: TextSettings, target: Path) -> list[int]
     return starts
 
 
-def _schema(path: Path, settings: TextSettings) -> pyarrow.Schema:
+def _schema(path: Path, form: str, settings: TextSettings) -> pyarrow.Schema:
     """The columns of a file and their types, which in JSON may widen from row to row."""
     schema: Any = None
-    for block in _blocks(path, settings):
-        schema = _unify(path, schema, block.schema)
-        if not format_of(path).startswith(".json"):
+    for block in _blocks(path, form, settings):
+        schema = _unify(path, form, schema, block.schema)
+        if not form.startswith(".json"):
             break
     if schema is None:
         raise UserError(f"{path} has no rows")
     return schema
 
 
-def _unify(path: Path, before: Any, schema: pyarrow.Schema) -> pyarrow.Schema:
+def _unify(path: Path, form: str, before: Any, schema: pyarrow.Schema) -> pyarrow.Schema:
     """The columns of both, of types that hold both. Raises UserError if there is none."""
     import pyarrow
 
     if before is None:
         return schema
     same_names = set(schema.names) == set(before.names)
-    if not same_names and not format_of(path).startswith(".json"):
+    if not same_names and not form.startswith(".json"):
         raise UserError(
             f"{path} has the columns {listing(schema.names)}, and the file before it "
             f"{listing(before.names)}: give both the same columns, or use a pattern without it"
@@ -198,24 +260,24 @@ def _unify(path: Path, before: Any, schema: pyarrow.Schema) -> pyarrow.Schema:
         raise UserError(f"{path}: {why}: make them all numbers, or all strings") from error
 
 
-def _blocks(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
+def _blocks(path: Path, form: str, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
     """The rows of a file, in batches of at most BLOCK_ROWS. Raises UserError naming what cannot be
     parsed."""
     import pyarrow
 
-    kind = format_of(path)
-    read: Callable[[Path, TextSettings], Iterator[Any]] = text_files.read_csv
-    if kind == ".parquet":
-        read = _read_parquet
-    elif kind in (".json", ".jsonl"):
-        read = _read_json
-    elif kind == ".txt" and not settings.delimiter:
-        read = text_files.read_plain
+    readers: dict[str, Callable[[Path, TextSettings], Iterator[Any]]] = {
+        "": text_files.read_folder,
+        ".csv": text_files.read_csv,
+        ".txt": text_files.read_plain,
+        "fasttext": text_files.read_fasttext,
+        ".parquet": _read_parquet,
+    }
     try:
-        yield from read(path, settings)
+        yield from readers.get(form, _read_json)(path, settings)
     except UnicodeError as error:
         raise UserError(text_files.encoding_fault(path, settings.encoding)) from error
     except (pyarrow.ArrowException, OSError, EOFError, zlib.error) as error:
+        kind = format_of(path)
         raise UserError(f"{path} cannot be read as {kind}: {first_line(error)}") from error
 
 
@@ -240,7 +302,7 @@ def _read_json(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBat
     import pyarrow
 
     first_row = 1
-    for rows in text_files.in_blocks(parse_json(path, settings.encoding)):
+    for rows in text_files.in_blocks(parse_json(path, settings)):
         for number, row in enumerate(rows, first_row):
             if not isinstance(row, dict) or not row:
                 fault = f"{str(row)[:40]!r} is no object with named fields"
@@ -254,29 +316,42 @@ def _read_json(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBat
         first_row += len(rows)
 
 
-def parse_json(path: Path, encoding: str = "utf-8") -> Iterator[Any]:
-    """The lines of a `.jsonl` file; of a `.json` file the items of a list, or of `{"data":
-    [items]}`, or its lines. Raises UserError."""
-    if format_of(path) == ".jsonl":
-        yield from _json_lines(path, encoding)
+def parse_json(path: Path, settings: TextSettings) -> Iterator[Any]:
+    """The values of a file of JSON lines; or the items of a list, or of the only list of rows in an
+    object, as `{"data": [items]}`. Raises UserError."""
+    if form_of(path, settings) == ".jsonl":
+        yield from _json_lines(path, settings)
         return
-    with text_files.open_text(path, encoding) as text:
+    with text_files.open_text(path, settings) as text:
         content = text.read()
     try:
         loaded = json.loads(content)
     except (ValueError, RecursionError) as error:
-        if str(error).startswith("Extra data"):
-            yield from _json_lines(path, encoding)
-            return
         raise UserError(f"{path}: not JSON ({error})") from error
-    if isinstance(loaded, dict):
-        loaded = loaded.get("data", [loaded])
-    yield from loaded
+    yield from _rows_in(path, loaded) if isinstance(loaded, dict) else loaded
 
 
-def _json_lines(path: Path, encoding: str) -> Iterator[Any]:
+def _rows_in(path: Path, loaded: dict[str, Any]) -> list[Any]:
+    """The list of rows in an object, or the object as a row. Raises UserError for several lists,
+    and for an object of columns."""
+    lists = [name for name, value in loaded.items() if _is_rows(value)]
+    if len(lists) == 1 and (len(loaded) == 1 or lists[0] in _LISTS):
+        return list(loaded[lists[0]])
+    if all(isinstance(value, dict | list) for value in loaded.values()):
+        raise UserError(
+            f"{path} is one object, of {listing(loaded)}: write a file for each list of rows, "
+            '[{"text": "a"}, ...], as pandas does with to_json(orient="records")'
+        )
+    return [loaded]
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(row, dict) for row in value)
+
+
+def _json_lines(path: Path, settings: TextSettings) -> Iterator[Any]:
     """A value for each line that is not blank."""
-    with text_files.open_text(path, encoding) as text:
+    with text_files.open_text(path, settings) as text:
         for number, line in enumerate(text, 1):
             if line.strip():
                 try:
@@ -353,10 +428,15 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
         if not folder.exists():
             hint = "; without a network set HF_HUB_OFFLINE=1 and name a folder"
         raise UserError(f"--dataset_name {name}: {first_line(error)}{hint}") from error
+    advice = ""
+    for path in (folder, folder / "train"):
+        if any(path.glob("*/*.txt")):
+            advice = f"for a folder of texts for each class pass --train_file {path}"
     tables = {}
     for split, rows in splits.items():
         digest = f"{content}-{config}-{split}" if content else rows._fingerprint
-        tables[split] = Table.of(rows, f"{name} ({split})", f"{digest}-{len(rows)}")
+        loaded = partial(Rows, rows, advice=advice)
+        tables[split] = Table(loaded, f"{name} ({split})", f"{digest}-{len(rows)}")
     return tables
 
 

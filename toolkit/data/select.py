@@ -20,6 +20,7 @@ from toolkit.data.columns import (
     likely_texts,
     unclear_column,
 )
+from toolkit.data.read import replacement_notes
 from toolkit.data.table import Table
 from toolkit.data.targets import Targets, targets_of
 from toolkit.data.tokenizer import separator_of
@@ -61,6 +62,8 @@ def select_samples(
     notes.extend(_unread_columns(settings, tables["train"], texts, predicted))
     with_texts = {}
     for split, table in tables.items():
+        for note in replacement_notes(table, settings.data):
+            notes.append(f"{split}: {note}")
         with_texts[split] = _with_texts(table.read(texts, separator), drop_empty)
     train, _ = with_texts["train"]
     targets_class = targets_of(settings)
@@ -184,7 +187,7 @@ def _filled(
         )
     if blank.any() and not drop_empty:
         hint = ""
-        if table.name.endswith(".txt"):
+        if table.name.endswith(".txt") and table.rows.column_names == ["text"]:
             hint = " (or --sample_by paragraph, if they separate texts)"
         rows = table.listing(table.row_numbers[blank])
         raise UserError(

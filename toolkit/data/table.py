@@ -31,6 +31,8 @@ class Rows(NamedTuple):
     data: datasets.Dataset
     files: Sequence[tuple[int, str]] = ()
     """The first row of each file, and its name."""
+    advice: str = ""
+    """What to pass if the columns are not the right ones."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Text files: decompress, decode; CSV, TSV and plain text -> batches of rows.
+"""Text files: decompress, decode; CSV, TSV, fastText, plain text and a folder of them -> batches of
+rows.
 
 Cells of CSV and TSV stay text, as written: `007`, `null` and `NA` are texts.
 """
@@ -11,9 +12,13 @@ import csv
 import gzip
 import io
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from natsort import natsorted
 
 from toolkit.config import TextSettings
 from toolkit.errors import UserError
@@ -22,13 +27,18 @@ if TYPE_CHECKING:
     import pyarrow
 
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open}
-DELIMITERS = {".csv": ",", ".tsv": "\t"}
+TAB = "\t"
+DELIMITERS = {".csv": ",", ".tsv": TAB}
 BLOCK_ROWS = 512
 """So few lists that the garbage collector does not visit them again and again: with 16,384 rows CSV
 takes four times as long."""
 _MAX_CELL = 64 << 20
 """Characters: bounds the memory that a quote without an end takes."""
 _LIKELY_ENCODINGS = ("utf-8", "gb18030", "big5")
+_LIKELY_DELIMITERS = ("\t", "_!_", "|||", "||", "::", "\x01", ",", ";", "|")
+_UNIT = "\x1f"
+"""ASCII's unit separator, which stands for a delimiter of several characters: `csv` takes one."""
+_FASTTEXT_LABEL = re.compile(r"(?<!\S)__label__(\S+)\s*")
 
 
 def open_bytes(path: Path) -> Any:
@@ -42,9 +52,10 @@ def has_utf8_mark(path: Path) -> bool:
         return bool(file.read(3) == codecs.BOM_UTF8)
 
 
-def open_text(path: Path, encoding: str) -> io.TextIOWrapper:
+def open_text(path: Path, settings: TextSettings) -> io.TextIOWrapper:
     """The text of a file, without a byte order mark. Raises UserError; reading raises
     UnicodeError."""
+    encoding = settings.encoding
     try:
         name = codecs.lookup(encoding).name
     except LookupError as error:
@@ -54,52 +65,170 @@ def open_text(path: Path, encoding: str) -> io.TextIOWrapper:
     elif has_utf8_mark(path):  # GB18030 decodes it, to other characters
         fault = f"begins with UTF-8's byte order mark, and --encoding is {encoding}"
         raise UserError(f"{path} {fault}: pass utf-8")
-    return io.TextIOWrapper(open_bytes(path), encoding, newline="\n")
+    return io.TextIOWrapper(
+        open_bytes(path), encoding, settings.encoding_errors, newline="\n"
+    )
 
 
 def encoding_fault(path: Path, encoding: str) -> str:
-    """Names the first line that does not decode, and an encoding in which all lines do."""
+    """Names the first line that does not decode, and an encoding in which all lines do, or the most
+    of them."""
     with open_bytes(path) as file:
         start = file.read(4)
     if start == b"PK\x03\x04":
         return (
             f"{path} is an Excel workbook or a zip, not text: save it as `CSV UTF-8` there"
         )
-    fault = f"{path}, line {_undecodable_line(path, encoding)}: not {encoding}"
+    faults = {
+        name: undecodable_lines(path, name) for name in (encoding, *_LIKELY_ENCODINGS)
+    }
+    first, count = faults[encoding]
+    fault = f"{path}, line {first}: not {encoding}"
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return f"{fault}: pass --encoding utf-16"
-    for other in _LIKELY_ENCODINGS:
-        if other != encoding and _undecodable_line(path, other) is None:
-            return f"{fault}: pass --encoding {other}"
-    return f"{fault}: correct that line, or pass the --encoding of the file"
+    best = min(faults, key=lambda name: faults[name][1])
+    count = faults[best][1]
+    if not count:
+        return f"{fault}: pass --encoding {best}"
+    return (
+        f"{fault}: correct the file, or pass its --encoding, or --encoding {best} "
+        f"--encoding_errors replace (not in {best}: {count} of its lines)"
+    )
 
 
-def _undecodable_line(path: Path, encoding: str) -> int | None:
-    """The number of the first line that is not in this encoding, from 1; None: all are."""
-    decoder = codecs.getincrementaldecoder(encoding)()
-    number = 1
+def undecodable_lines(path: Path, encoding: str) -> tuple[int, int]:
+    """The number of the first line that is not in this encoding, from 1, and how many are not."""
+    decoder = codecs.getincrementaldecoder(encoding)("replace")
+    faults = []
     with open_bytes(path) as file:
-        try:
-            for line in file:
-                decoder.decode(line)
-                number += 1
-            decoder.decode(b"", final=True)
-        except UnicodeError:
-            return number
-    return None
+        for number, line in enumerate(itertools.chain(file, [b""]), 1):
+            if "\ufffd" in decoder.decode(line, final=not line):
+                faults.append(number)
+    return (faults or [0])[0], len(faults)
+
+
+# --- what the first lines show
+
+
+def first_lines(path: Path, settings: TextSettings, count: int = 20) -> list[str]:
+    """Lines that are not blank."""
+    with open_text(path, replace(settings, encoding_errors="replace")) as text:
+        lines = (line.rstrip("\r\n") for line in text)
+        return list(itertools.islice(filter(str.strip, lines), count))
+
+
+def is_json(lines: list[str]) -> bool:
+    """Whether a file that begins with these lines holds objects, or a list of them."""
+    return bool(re.match(r'\s*(\[\s*)?\{\s*"', "\n".join(lines)))
+
+
+def is_fasttext(lines: list[str]) -> bool:
+    return bool(_FASTTEXT_LABEL.search("".join(lines[:1])))
+
+
+def likely_delimiter(lines: list[str]) -> str:
+    """What all lines have equally often; empty for nothing."""
+    for delimiter in _LIKELY_DELIMITERS:
+        counts = {line.count(delimiter) for line in lines}
+        if len(counts) == 1 and counts != {0}:
+            return delimiter
+    return ""
+
+
+def advice(path: Path, settings: TextSettings) -> str:
+    """What to pass if the columns of a file are not those that it was written with; empty if its
+    first lines do not show it."""
+    lines = first_lines(path, settings)
+    if is_json(lines):
+        return "it holds JSON: name it .json, and leave out --delimiter"
+    if is_fasttext(lines):
+        return "its lines are fastText's: name it .txt, and leave out --delimiter"
+    delimiter = likely_delimiter(lines)
+    if delimiter in ("", delimiter_of(path, settings)):
+        return ""
+    return f"pass --delimiter {'tab' if delimiter == TAB else repr(delimiter)}"
+
+
+def delimiter_of(path: Path, settings: TextSettings) -> str:
+    """`--delimiter`, or by the file's ending; empty if a text is a line. Raises UserError for what
+    cannot be one."""
+    if settings.delimiter is None:
+        for suffix in path.suffixes:
+            if suffix.lower() in DELIMITERS:
+                return DELIMITERS[suffix.lower()]
+        return TAB if settings.header else ""
+    delimiter = {"tab": TAB, "none": ""}.get(settings.delimiter, settings.delimiter)
+    delimiter = delimiter.replace("\\t", TAB).replace("\\x01", "\x01")
+    if set(delimiter) & set('"\r\n'):
+        raise UserError(
+            f"--delimiter {settings.delimiter!r}: give other characters, or tab"
+        )
+    return delimiter
 
 
 def read_plain(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
-    """A text for each line, or for the lines between blank ones, in the column `text`."""
+    """A text for each line, or for the lines between blank ones, in the column `text`. Raises
+    UserError if the lines look like rows with tabs."""
     import pyarrow
 
-    with open_text(path, settings.encoding) as text:
+    has_tabs = likely_delimiter(first_lines(path, settings)) == TAB
+    if has_tabs and settings.delimiter is None:
+        raise UserError(
+            f"{path}: all lines have equally many tabs: for a table pass --delimiter tab (and "
+            "--column_names if it has no header), for a text a line --delimiter none"
+        )
+    with open_text(path, settings) as text:
         texts: Iterable[str] = (line.rstrip("\r\n") for line in text)
         if settings.sample_by == "paragraph":
             groups = itertools.groupby(texts, key=lambda line: bool(line.strip()))
             texts = ("\n".join(lines).strip() for has_text, lines in groups if has_text)
         for block in in_blocks(texts):
             yield pyarrow.record_batch({"text": pyarrow.array(block, "string")})
+
+
+def read_fasttext(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
+    """`__label__A __label__B a text`: lists of labels, or, where no line has several, labels."""
+    import pyarrow
+
+    with open_text(path, settings) as text:
+        is_multi = any(len(_FASTTEXT_LABEL.findall(line)) > 1 for line in text)
+    with open_text(path, settings) as text:
+        for lines in in_blocks(filter(str.strip, text)):
+            texts = [_FASTTEXT_LABEL.sub("", line).strip() for line in lines]
+            names = [_FASTTEXT_LABEL.findall(line) for line in lines]
+            labels = pyarrow.array(names, pyarrow.list_(pyarrow.string()))
+            if not is_multi:
+                labels = pyarrow.array(map("".join, names), pyarrow.string())
+            yield pyarrow.record_batch({"text": texts, "label": labels})
+
+
+def files_by_class(folder: Path) -> list[Path]:
+    """CLASS/NAME.txt, or without an ending. Raises UserError if there is none."""
+    files = [path for path in folder.glob("[!.]*/[!.]*") if path.suffix in ("", ".txt")]
+    files = [path for path in files if path.is_file()]
+    if not files:
+        raise UserError(
+            f"{folder} is no file, and no folder with a folder of texts for each class: "
+            "CLASS/NAME.txt"
+        )
+    return natsorted(files)
+
+
+def read_folder(folder: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
+    """A text for each file, its folder as the label, and its name. Raises UserError."""
+    import pyarrow
+
+    for paths in in_blocks(files_by_class(folder)):
+        texts = []
+        for path in paths:
+            try:
+                with open_text(path, settings) as text:
+                    texts.append(text.read().strip())
+            except UnicodeError as error:
+                raise UserError(encoding_fault(path, settings.encoding)) from error
+        labels = [path.parent.name for path in paths]
+        files = [str(path.relative_to(folder)) for path in paths]
+        yield pyarrow.record_batch({"text": texts, "label": labels, "file": files})
 
 
 def in_blocks(items: Iterable[Any], size: int | None = None) -> Iterator[list[Any]]:
@@ -113,7 +242,10 @@ def check_columns(path: Path, names: list[str]) -> None:
     """Raises UserError for duplicate names."""
     for name in names:
         if names.count(name) > 1:
-            raise UserError(f"{path} has more than one column {name!r}: rename them")
+            raise UserError(
+                f"{path} has more than one column {name!r}: rename them, or, if the first line is "
+                "a row, pass --column_names"
+            )
 
 
 def read_csv(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
@@ -121,14 +253,16 @@ def read_csv(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch
     fewer cells than the header, or of a quote that is not closed at the end of its cell."""
     import pyarrow
 
-    with open_text(path, settings.encoding) as text:
-        delimiter = _delimiter(path, settings)
+    with open_text(path, settings) as text:
+        delimiter = delimiter_of(path, settings)
         rows = _csv_rows(path, text, delimiter, settings)
-        names = settings.header or _column_names(path, next(rows, []))
+        names = settings.header or _column_names(path, next(rows, []), settings)
         check_columns(path, names)
         first_row = 1
         for block in in_blocks(rows):
             columns = list(zip(*block, strict=True))
+            if first_row == 1 and not settings.header:
+                _refuse_row_as_header(path, names, columns)
             if any("\n" in "".join(cells) for cells in columns):
                 _refuse_swallowed_rows(path, block, first_row, delimiter)
             yield pyarrow.record_batch([pyarrow.array(cells) for cells in columns], names)
@@ -140,8 +274,14 @@ def _csv_rows(
 ) -> Iterator[list[str]]:
     """The rows, blank lines left out, all as wide as the header or the first."""
     quoting: Any = csv.QUOTE_MINIMAL if settings.quoting == "csv" else csv.QUOTE_NONE
+    lines: Iterable[str] = text
+    character = delimiter
+    if len(delimiter) > 1:
+        character = _UNIT
+        lines = (line.replace(delimiter, character) for line in text)
+        quoting = csv.QUOTE_NONE
     csv.field_size_limit(_MAX_CELL)
-    reader = csv.reader(text, delimiter=delimiter, quoting=quoting, strict=True)
+    reader = csv.reader(lines, delimiter=character, quoting=quoting, strict=True)
     width = len(settings.header)
     line = 1
     try:
@@ -149,10 +289,13 @@ def _csv_rows(
             if cells:
                 width = width or len(cells)
                 if len(cells) != width:
+                    header = "--column_names" if settings.header else "the header"
+                    remedy = "put cells with a delimiter or a line break in double quotes"
+                    if settings.quoting == "none":
+                        remedy += ", with --quoting csv"
                     raise UserError(
-                        f"{path}, line {line}: {len(cells)} cells where the header has {width}: "
-                        f"pass another --delimiter than {delimiter!r} (and --quoting csv), or put "
-                        "the texts with it in double quotes"
+                        f"{path}, line {line}: {len(cells)} cells where {header} has {width}: "
+                        f"{advice(path, settings) or remedy}"
                     )
                 yield cells
             line = reader.line_num + 1
@@ -164,12 +307,32 @@ def _csv_rows(
         ) from error
 
 
-def _column_names(path: Path, cells: list[str]) -> list[str]:
-    """The names in a header line. Raises UserError for an empty one."""
+def _column_names(path: Path, cells: list[str], settings: TextSettings) -> list[str]:
+    """The names in a header line. Raises UserError for an empty one, and where the file is not a
+    table with this delimiter."""
     if not any(cells):
         raise UserError(f"{path} is empty, or its first line is: write the columns there")
+    remedy = advice(path, settings)
+    is_guess = len(cells) == 1 and settings.delimiter is None
+    if remedy and (is_guess or is_json(cells)):
+        raise UserError(f"{path} begins with the column {cells[0][:60]!r}: {remedy}")
     # pandas leaves the name of its index empty
     return [name or f"Unnamed: {place}" for place, name in enumerate(cells)]
+
+
+def _refuse_row_as_header(path: Path, names: list[str], columns: list[Any]) -> None:
+    """Raises UserError if the first line looks like a row: one of its cells is also in the column
+    that it would name. pandas names columns 0, 1, ... that have no other name."""
+    given = [name for name in names if not name.startswith("Unnamed")]
+    if given == list(map(str, range(len(given)))):
+        return
+    for name, cells in zip(names, columns, strict=True):
+        if name in cells:
+            raise UserError(
+                f"{path}: the first line names the columns, and {name!r} is also the cell of row "
+                f"{cells.index(name) + 1}: if that line is a row, pass --column_names with "
+                f"{len(names)} names, else rename the column, or remove the row"
+            )
 
 
 def _refuse_swallowed_rows(
@@ -191,16 +354,3 @@ def _refuse_swallowed_rows(
                     f"{len(lines) - 1} rows after it: if double quotes are part of the texts, pass "
                     "--quoting none; else double it"
                 )
-
-
-def _delimiter(path: Path, settings: TextSettings) -> str:
-    """`--delimiter`, or by the file's ending. Raises UserError for what cannot be one."""
-    if settings.delimiter is None:
-        suffixes = [suffix.lower() for suffix in path.suffixes]
-        return "\t" if ".tsv" in suffixes else ","
-    delimiter = {"tab": "\t", "\\t": "\t"}.get(settings.delimiter, settings.delimiter)
-    if len(delimiter) != 1 or not delimiter.isascii() or delimiter in '"\r\n':
-        raise UserError(
-            f"--delimiter {settings.delimiter!r}: give one ASCII character, or tab"
-        )
-    return delimiter

@@ -40,7 +40,7 @@ def write_rows(
                 file.writelines(f"{line}\n" for line in _json_lines(tables))
     except (UnicodeEncodeError, LookupError) as error:
         raise UserError(
-            f"--encoding {encoding} cannot write {output}: {error}; use utf-8"
+            f"--encoding {encoding} cannot write {output}: {error}: name an output that ends in .parquet"
         ) from error
     except csv.Error as error:
         why = "--quoting none cannot write a cell that contains the delimiter"

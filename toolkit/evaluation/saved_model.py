@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from accelerate import Accelerator
 from transformers.utils import cached_file
@@ -18,7 +18,6 @@ from toolkit.config import ModelSettings
 from toolkit.config.sections import default_tokens_per_batch
 from toolkit.data.columns import find_columns, find_texts, require_columns
 from toolkit.data.labels import USUAL, Labels
-from toolkit.data.read import format_of
 from toolkit.data.table import Table
 from toolkit.data.token_files import split_of_texts
 from toolkit.data.tokenizer import (
@@ -61,16 +60,6 @@ def training_columns(name: str) -> dict[str, Any]:
         config = json.loads(Path(str(file)).read_text(encoding="utf-8"))
         return dict(config.get(COLUMNS, {}))
     return {}
-
-
-def training_quoting(name: str, file: str) -> Literal["csv", "none"]:
-    """The `--quoting` that the model was trained with, if the training file has the format of
-    `file`: with another the texts would silently differ in their double quotes."""
-    trained = training_columns(name)
-    formats = Path(trained.get("train_file", "").lower()).suffixes
-    if format_of(Path(file)) in formats and trained.get("quoting") == "none":
-        return "none"
-    return "csv"
 
 
 def choose_columns(

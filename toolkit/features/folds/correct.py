@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from toolkit.config import TextSettings
 from toolkit.data.options import reading_settings
 from toolkit.data.read import format_of, parse_json, read_file
 from toolkit.data.table import Table
@@ -42,7 +43,7 @@ def read_corrections(path: Path, table: Table) -> Corrections:
     `data`, and the new `cells`. Raises UserError for corrections of other rows, and for two of one
     row."""
     corrections: dict[int, dict[str, Any] | None] = {}
-    for number, line in enumerate(parse_json(path), 1):
+    for number, line in enumerate(parse_json(path, TextSettings()), 1):
         if not isinstance(line, dict) or not line.keys() >= {"id", "data", "cells"}:
             remedy = "save the file again from the page of `toolkit folds`"
             raise UserError(

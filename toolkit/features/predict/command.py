@@ -109,7 +109,10 @@ def _choose_output(options: Any) -> Path:
     elif set("*?[") & set(source.name):
         raise UserError(f"{source}: name the output file with --output")
     else:
-        output = sibling(source, f".predictions{format_of(source).replace('.txt', '.csv')}")
+        kind = format_of(source)
+        if kind in (".txt", ""):
+            kind = ".csv"
+        output = sibling(source, f".predictions{kind}")
     output_format(output)
     if output.exists() and not options.overwrite:
         raise UserError(f"{output} exists: name another with --output, or pass --overwrite")
