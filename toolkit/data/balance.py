@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from toolkit.config import ObjectiveSettings
+from toolkit.data.label_notes import note_on_rare, notes_on_names, separator_hint
 from toolkit.data.labels import MULTI, REGRESSION, SINGLE, Labels
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, did_you_mean, listing
@@ -43,7 +44,7 @@ def weigh_classes(data: Data, objective: ObjectiveSettings, device: torch.device
     _check_objective(labels, objective)
     if labels.problem_type == REGRESSION:
         return data
-    counts = labels.count(data.train.labels)
+    counts = _class_counts(labels, data.train)
     notes = [*data.notes, *_notes_on_classes(data.splits, labels, counts)]
     splits: dict[str, Any] = data.splits
     pos_weight = None
@@ -76,10 +77,17 @@ def weigh_classes(data: Data, objective: ObjectiveSettings, device: torch.device
 def _notes_on_classes(
     splits: Mapping[str, Split], labels: Labels, counts: np.ndarray
 ) -> Iterator[str]:
-    """How many rows each class has, and which classes an evaluated split lacks."""
+    """How many rows each class has, which classes may be none, and which an evaluated split
+    lacks."""
     yield f"rows of each class in train: {_listed(labels, counts, counts, '{:d}')}"
+    if len(labels.columns) == 1:
+        yield from notes_on_names(labels.names)
+        totals = sum(_class_counts(labels, split) for split in splits.values())
+        yield from note_on_rare(labels.names, np.asarray(totals), splits["train"])
+    if labels.problem_type == SINGLE and separator_hint(labels.names):
+        yield separator_hint(labels.names)
     for name, split in splits.items():
-        missing = np.flatnonzero(labels.count(split.labels) == 0)
+        missing = np.flatnonzero(_class_counts(labels, split) == 0)
         if name != "train" and len(missing):
             classes = listing(labels.names[place] for place in missing)
             yield f"{name} has no row of {classes}: that counts as an F1 of 0 in f1_macro"
@@ -94,6 +102,13 @@ def _check_objective(labels: Labels, objective: ObjectiveSettings) -> None:
             raise UserError(f"--{name} {value} does not fit {kind}: {why}")
     if labels.problem_type == REGRESSION and objective.loss != "cross_entropy":
         raise UserError(f"--loss {objective.loss} does not fit {kind}: it is for classes")
+
+
+def _class_counts(labels: Labels, split: Split) -> np.ndarray:
+    """(classes,) int64: the rows of each class."""
+    if labels.problem_type == MULTI:
+        return split.labels.sum(axis=0, dtype=np.float64).astype(np.int64)
+    return np.bincount(split.labels, minlength=labels.size)
 
 
 def _positive_weights(

@@ -89,10 +89,8 @@ def likely_labels(table: Table, names: Iterable[str]) -> list[str]:
 
 
 def likely_texts(table: Table, names: Iterable[str]) -> list[str]:
-    """Those of the columns that hold texts, not numbers, ids or labels."""
-    texts = [name for name in names if _contains_text(table, name, _ASCII_WORD)]
-    labels = likely_labels(table, texts)
-    return [name for name in texts if name not in labels]
+    """Those of the columns that hold texts, not numbers or ids."""
+    return [name for name in names if _contains_text(table, name, _ASCII_WORD)]
 
 
 def _is_plain(table: Table, column: str) -> bool:
@@ -105,17 +103,13 @@ def unclear_column(table: Table, setting: str, names: list[str]) -> UserError:
     """The error if it is unclear which column a setting means, and what to pass."""
     what = setting.removesuffix("_column")
     plain = [name for name in names if _is_plain(table, name)]
-    cells = [name for name in plain if name in map(str, distinct_cells(table, name))]
     remedies = ["there is no other than the text"]
-    if cells:
-        row = f"{listing(cells)} is a value of its column"
-        remedies = [f"the first line is a row, as {row}: pass --column_names"]
-    elif plain:
+    if plain:
         remedies = [f"name one of {listing(plain)} with --{setting}"]
     elif names:
         remedies = [f"{listing(names)} holds objects: make a column of the {what}"]
     if setting == "text_column" and len(plain) > 1:
         remedies.append("recipes/cls.py reads pairs with --text_pair")
-    if table.load().advice and not cells:
+    if table.load().advice:
         remedies.append(table.load().advice)
     return UserError(f"{table.name}: which column is the {what}? {'; '.join(remedies)}")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from toolkit.data.table import Table
+from toolkit.data.tokens import Split
 from toolkit.errors import listing
 
 _NO_LABEL = re.compile(
@@ -18,11 +18,8 @@ _SEPARATORS = (",", "，", "、", ";", "；", "|", "/", "+", "#", "&", " ")
 _OFTEN = 100
 
 
-def notes_on_classes(
-    names: Sequence[str], encoded: np.ndarray, counts: np.ndarray, table: Table
-) -> Iterator[str]:
-    """Classes whose names may mean no label, several labels, or be typing errors. `encoded`:
-    (rows,) class ids, or (rows, classes) flags; `counts`: the rows of each class."""
+def notes_on_names(names: Sequence[str]) -> Iterator[str]:
+    """Classes that may be no label, or the same as another."""
     unlabelled = [repr(name) for name in names if _NO_LABEL.fullmatch(name)]
     if unlabelled:
         remedy = "empty these cells and pass --drop_empty_text"
@@ -33,17 +30,22 @@ def notes_on_classes(
     for group in alike.values():
         if len(group) > 1:
             yield f"classes {listing(group)} have almost the same name: write it in one way"
+
+
+def note_on_rare(names: Sequence[str], counts: np.ndarray, train: Split) -> Iterator[str]:
+    """Classes of a single row beside large ones. `counts`: (classes,) rows in all splits."""
     rare = np.flatnonzero(counts == 1)
-    if len(rare) and counts.max() >= _OFTEN:
-        is_rare = (
-            np.isin(encoded, rare) if encoded.ndim == 1 else encoded[:, rare].any(axis=1)
-        )
-        rows = table.listing(table.row_numbers[is_rare])
-        classes = listing(repr(names[place]) for place in rare)
-        yield f"class {classes} has one row, is it a typing error? (row {rows})"
-    hint = separator_hint(names)
-    if encoded.ndim == 1 and hint:
-        yield hint
+    if not len(rare) or counts.max() < _OFTEN:
+        return
+    if train.labels.ndim == 1:
+        rows = np.flatnonzero(np.isin(train.labels, rare))
+        classes = train.labels[rows]
+    else:
+        rows, columns = np.nonzero(train.labels[:, rare])
+        classes = rare[columns]
+    pairs = zip(classes, train.rows[rows] + 1, strict=True)
+    found = listing(f"{names[place]!r} (row {row})" for place, row in pairs)
+    yield f"classes of one row, which may be typing errors: {found}"
 
 
 def separator_hint(names: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -35,7 +35,7 @@ from toolkit.data.label_cells import (
     read_cells,
     to_float,
 )
-from toolkit.data.label_notes import notes_on_classes, separator_hint
+from toolkit.data.label_notes import separator_hint
 from toolkit.data.table import Table
 from toolkit.data.targets import Targets
 from toolkit.errors import UserError, did_you_mean, listing
@@ -181,17 +181,6 @@ class Labels(Targets):
         if self.problem_type == MULTI and len(self.columns) == 1 and not blank.all():
             return np.zeros_like(blank)
         return blank
-
-    def count(self, encoded: np.ndarray) -> np.ndarray:
-        """(classes,) int64: the rows of each class."""
-        if self.problem_type == MULTI:
-            return encoded.sum(axis=0, dtype=np.float64).astype(np.int64)
-        return np.bincount(encoded, minlength=self.size)
-
-    def notes(self, table: Table, encoded: np.ndarray) -> Iterator[str]:
-        if self.problem_type != REGRESSION and len(self.columns) == 1:
-            counts = self.count(encoded)
-            yield from notes_on_classes(self.names, encoded, counts, table)
 
     def strata(self, encoded: np.ndarray) -> np.ndarray | None:
         return encoded if self.problem_type == SINGLE else None

@@ -84,8 +84,6 @@ def select_samples(
         places = _filled(table, missing, what, predicted, setting, drop_empty)
         table = table.select(places)
         encoded = targets.encode(table)
-        if split == "train":
-            notes.extend(targets.notes(table, encoded))
         splits[split] = Samples(table, encoded, hashes[places])
         dropped = len(tables[split]) - len(table)
         if dropped:
@@ -109,25 +107,21 @@ def data_seed(settings: Any) -> int:
 def _unread_columns(
     settings: Any, train: Table, texts: tuple[str, ...], predicted: tuple[str, ...]
 ) -> Iterator[str]:
-    """Lines on the other columns, unless the settings name those that are read: another one may
-    be the label, or a second text."""
+    """Lines on the other columns; where the settings name none, another one may be the label, or
+    a second text."""
     data = settings.data
-    names = ["text_column", targets_of(settings).column_setting]
-    guesses = [name for name in names if name and getattr(data, name) is None]
     read = {name for column in (*texts, *predicted) for name in train.columns_of(column)}
     others = [name for name in train.rows.column_names if name not in read]
-    if not guesses or not others:
-        return
-    choices = " and ".join(f"--{name}" for name in names if name)
-    yield f"not read: column {listing(others)} ({choices} choose others)"
+    if others:
+        yield f"not read: column {listing(others)}"
     labels = likely_labels(train, others)
-    if "label_column" in guesses and labels:
-        doubt = f"column {listing(labels)} may be it (--label_column)"
-        yield f"is {listing(predicted)} the label? {doubt}"
-    seconds = likely_texts(train, others)
-    if "text_column" in guesses and getattr(data, "text_pair", "") is None and seconds:
+    if getattr(data, "label_column", "") is None and labels:
+        doubt = f"column {listing(labels)} may be it, too (--label_column)"
+        yield f"the label is read from column {listing(predicted)}: {doubt}"
+    seconds = likely_texts(train, [name for name in others if name not in labels])
+    if data.text_column is None and getattr(data, "text_pair", "") is None and seconds:
         doubt = f"column {listing(seconds)} has texts, too (--text_column, --text_pair)"
-        yield f"is {texts[0]} the text? {doubt}"
+        yield f"the text is read from column {texts[0]}: {doubt}"
 
 
 def _find_columns(settings: Any, train: Table) -> tuple[tuple[str, ...], tuple[str, ...]]:

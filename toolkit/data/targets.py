@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -89,10 +88,6 @@ class Targets:
         """(samples, ...): the targets of the rows; zeros if `save` computes them. Raises UserError
         naming a row."""
         return np.zeros(len(table), np.int64)
-
-    def notes(self, table: Table, encoded: np.ndarray) -> Iterable[str]:
-        """Lines for the user on what may be wrong with the encoded targets of the training rows."""
-        return ()
 
     def missing(self, table: Table) -> np.ndarray:
         """(samples,) bool: the rows without targets; all if the table lacks the column, as test

@@ -98,7 +98,7 @@ def _write_folder(
     data = {
         **answers.labels.facts(),
         **answers.labels.source(),
-        **dict(zip(("text_column", "text_pair"), job.columns, strict=False)),
+        "text_column": " and ".join(job.columns),
         "samples": {evaluation.split: len(job.table)},
         "max_length": job.max_length,
         "digest": job.table.digest,
