@@ -82,8 +82,7 @@ def _notes_on_classes(
     yield f"rows of each class in train: {_listed(labels, counts, counts, '{:d}')}"
     if len(labels.columns) == 1:
         yield from notes_on_names(labels.names)
-        totals = sum(_class_counts(labels, split) for split in splits.values())
-        yield from note_on_rare(labels.names, np.asarray(totals), splits["train"])
+        yield from note_on_rare(labels.names, counts, splits["train"])
     if labels.problem_type == SINGLE and separator_hint(labels.names):
         yield separator_hint(labels.names)
     for name, split in splits.items():

@@ -33,7 +33,7 @@ def notes_on_names(names: Sequence[str]) -> Iterator[str]:
 
 
 def note_on_rare(names: Sequence[str], counts: np.ndarray, train: Split) -> Iterator[str]:
-    """Classes of a single row beside large ones. `counts`: (classes,) rows in all splits."""
+    """Classes of a single row beside large ones. `counts`: (classes,) rows of each."""
     rare = np.flatnonzero(counts == 1)
     if not len(rare) or counts.max() < _OFTEN:
         return
@@ -45,7 +45,7 @@ def note_on_rare(names: Sequence[str], counts: np.ndarray, train: Split) -> Iter
         classes = rare[columns]
     pairs = zip(classes, train.rows[rows] + 1, strict=True)
     found = listing(f"{names[place]!r} (row {row})" for place, row in pairs)
-    yield f"classes of one row, which may be typing errors: {found}"
+    yield f"classes of one row in train, which may be typing errors: {found}"
 
 
 def separator_hint(names: Sequence[str]) -> str:
