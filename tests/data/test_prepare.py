@@ -112,7 +112,6 @@ def test_empty_texts_are_an_error_or_left_out_when_asked(prepared: Prepare) -> N
         (["title", "body"], None, "name one of title, body with --text_column"),
         (["number"], None, "name one of number with --text_column"),
         ([" 标题　", "text"], "标题", " 标题　"),
-        (["标题;正文"], None, "pass its --delimiter"),
         (["title", "text"], "title,txt", r"no column 'txt' \(did you mean text.*--text_column"),
     ],
 )

@@ -71,11 +71,10 @@ def test_encodings(write_rows: WriteRows, kind: str) -> None:
     assert "pass --encoding utf-8" in fault_of(utf8, encoding="gb18030")
     marked = write_rows(f"c.{kind}", rows, "utf-8-sig")
     assert read_file(marked).rows.column_names == ["text", "label"]
-    assert "byte order mark" in fault_of(marked, encoding="gb18030")
+    assert read_file(marked, encoding="gb18030").rows.to_list() == rows
     wide = write_rows(f"d.{kind}", rows, "utf-16")
-    assert "--encoding utf-16" in fault_of(wide)
-    assert read_file(wide, encoding="utf-16").rows.to_list() == rows
-    assert "--encoding gbk8" in fault_of(wide, encoding="gbk8")
+    assert read_file(wide).rows.to_list() == rows
+    assert "--encoding gbk8" in fault_of(utf8, encoding="gbk8")
 
 
 def test_what_is_no_file_to_read(tmp_path: Path) -> None:
@@ -88,7 +87,7 @@ def test_what_is_no_file_to_read(tmp_path: Path) -> None:
         fault = fault_of(write(tmp_path / name, "text,label\na,1\n"))
         assert all(f".{kind}" in fault for kind in FORMATS)
     path = write(tmp_path / "a.csv", "text\na\n")
-    assert "--delimiter " in fault_of(path, delimiter="||")
+    assert "--delimiter " in fault_of(path, delimiter='"')
 
 
 DEEP = '{"text": ' + "[" * 10**5 + "]" * 10**5 + "}"
@@ -114,7 +113,7 @@ GZIP = gzip.compress(b"text,label\na,1\n", mtime=0)
         ("a.csv", b"text\n" + b"fine\n" * 5 + b"caf\xe9\nfine\n", "line 7: not utf-8: correct"),
         ("a.csv", "text,label\na,1\nb,c,2\nd,3\n", "line 3: 3 cells where the header has 2"),
         ("a.csv", "text,label\na,1\nb\nd,3\n", "line 3: 1 cells where the header has 2"),
-        ("a.csv", "text;label\na,b;1\n", "line 2: 2 cells .* has 1: pass another --delimiter"),
+        ("a.csv", "text;label\na,b;1\n", "column 'text;label': pass --delimiter ';'"),
         # pandas, and csv.writer, write such a text without quotes
         ("a.csv", "text,label\na,1\nb\rc,1\n", "line 3: .*lone carriage return"),
         ("a.csv", "text,label,text\na,1,b\n", "more than one column 'text'"),
@@ -176,6 +175,7 @@ def test_texts_of_several_lines_and_quotes_within_are_no_fault(tmp_path: Path) -
         ("a.csv", "a,1\n\nb,0", {"column_names": "text, y"}, {"text": ["a", "b"], "y": ["1", "0"]}),
         ("a.csv", ",text\r\n0,a\r\n", {}, {"Unnamed: 0": ["0"], "text": ["a"]}),
         ("a.txt", "a, 'b\n\n c\rd\r\n", {}, {"text": ["a, 'b", "", " c\rd"]}),
+        ("a.txt", "a\t1\nb\t2\n", {"delimiter": "none"}, {"text": ["a\t1", "b\t2"]}),
         ("a.txt", "a\nb\n\nc\n", {"sample_by": "paragraph"}, {"text": ["a\nb", "c"]}),
         ("a.json", '{"data": [{"text": "a"}]}', {}, {"text": ["a"]}),
         ("a.json", '{"text": "a"}\n{"text": "b"}', {}, {"text": ["a", "b"]}),

@@ -18,7 +18,6 @@ from toolkit.evaluation.saved_model import (
     SavedModel,
     choose_columns,
     training_columns,
-    training_quoting,
 )
 from toolkit.pretrained import load_plain_tokenizer
 from toolkit.run import Run
@@ -63,7 +62,7 @@ def test_a_model_outside_of_its_run(
     load_plain_tokenizer(once).save_pretrained(twice)
     names = {"text_column": "text", "text_pair": "more", "label_columns": ["label"]}
     assert training_columns(twice).items() >= names.items()
-    assert [training_quoting(twice, file) for file in ("f.csv", "f.tsv")] == ["none", "csv"]
+    assert training_columns(twice)["quoting"] == "none"
     table = Table.of(datasets.Dataset.from_dict({"text": ["a"], "more": ["b"]}), "f.csv", "")
     assert choose_columns(twice, table, None, None) == ["text", "more"]
 

@@ -103,13 +103,13 @@ def unclear_column(table: Table, setting: str, names: list[str]) -> UserError:
     """The error if it is unclear which column a setting means, and what to pass."""
     what = setting.removesuffix("_column")
     plain = [name for name in names if _is_plain(table, name)]
-    remedies = ["there is no other than the text"]
+    remedy = "there is no other than the text"
     if plain:
-        remedies = [f"name one of {listing(plain)} with --{setting}"]
+        remedy = f"name one of {listing(plain)} with --{setting}"
     elif names:
-        remedies = [f"{listing(names)} holds objects: make a column of the {what}"]
+        remedy = f"{listing(names)} holds objects: make a column of the {what}"
     if setting == "text_column" and len(plain) > 1:
-        remedies.append("recipes/cls.py reads pairs with --text_pair")
+        remedy += "; recipes/cls.py reads pairs with --text_pair"
     if table.load().advice:
-        remedies.append(table.load().advice)
-    return UserError(f"{table.name}: which column is the {what}? {'; '.join(remedies)}")
+        remedy += f"; {table.load().advice}"
+    return UserError(f"{table.name}: which column is the {what}? {remedy}")

@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from toolkit import demo
 from toolkit.config import TextSettings
 from toolkit.data import text_files
 from toolkit.data.table import Rows, Table
+from toolkit.data.text_files import format_of
 from toolkit.errors import UserError, did_you_mean, first_line, listing
 from toolkit.pretrained import check_reachable
 from toolkit.utils.cache import (
@@ -35,7 +36,6 @@ from toolkit.utils.files import cache_folder
 if TYPE_CHECKING:  # a process whose tokens are cached does not import it
     import pyarrow
 
-FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt")
 _LAYOUT = 7  # increase when the files in a cached folder of rows change
 _BATCH_BLOCKS = 4
 """Blocks of rows that are one batch in the cache."""
@@ -48,6 +48,7 @@ _SPLIT_NAMES = {
 }
 _LISTS = {"data", *itertools.chain(*_SPLIT_NAMES.values())}
 """The names of a list of rows in an object of JSON."""
+_BY_CLASS = "for a folder of texts for each class pass --train_file "
 
 
 def read_tables(settings: TextSettings) -> dict[str, Table]:
@@ -103,11 +104,10 @@ def replacement_notes(table: Table, settings: TextSettings) -> Iterator[str]:
     """A line on the rows in which `--encoding_errors replace` has replaced bytes."""
     if settings.encoding_errors == "strict":
         return
-    rows = []
+    rows: list[int] = []
     for numbers, columns in table.cells(table.rows.column_names):
-        for row, cells in zip(numbers.tolist(), zip(*columns, strict=True), strict=True):
-            if "\ufffd" in str(cells):
-                rows.append(row)
+        replaced = ["\ufffd" in str(cells) for cells in zip(*columns, strict=True)]
+        rows += numbers[replaced].tolist()
     if rows:
         fault = f"have bytes that are not {settings.encoding}, read as U+FFFD"
         yield f"{len(rows)} of {len(table)} rows {fault} (rows {table.listing(rows)})"
@@ -125,40 +125,20 @@ def files_of(name: str) -> list[Path]:
     return paths
 
 
-def format_of(path: Path) -> str:
-    """`reviews.csv.gz` -> `.csv`; empty for a folder. Raises UserError for an ending without a
-    reader."""
-    if path.is_dir():
-        return ""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in text_files.OPENERS:
-        suffixes.pop()
-    if suffixes and suffixes[-1] in FORMATS:
-        return suffixes[-1]
-    remedy = f"name it {', '.join(FORMATS)} (also with .gz or .bz2 after it)"
-    if path.suffix.lower() in (".xlsx", ".xls"):
-        remedy = "save it as `CSV UTF-8` in Excel"
-    elif path.suffix.lower() in (".zip", ".rar", ".7z", ".xz", ".tar", ".tgz"):
-        remedy = "unpack it"
-    raise UserError(f"{path}: its format is unclear: {remedy}")
-
-
 def form_of(path: Path, settings: TextSettings) -> str:
-    """How a file is read: `.csv` (with any delimiter), `.json`, `.jsonl`, `.parquet`, `.txt` (a
-    text a line), `fasttext`; empty for a folder. Its first lines tell what the ending does not."""
+    """How a file is read: `.csv` (cells with any delimiter), `.json`, `.parquet`, `fasttext`,
+    `.txt` (texts); empty for a folder."""
     kind = format_of(path)
     if kind in ("", ".parquet"):
         return kind
-    is_text = not kind.startswith(".json")
-    if is_text and (settings.delimiter or text_files.delimiter_of(path, settings)):
-        return ".csv" if text_files.delimiter_of(path, settings) else ".txt"
-    lines = text_files.first_lines(path, settings, 2)
-    if is_text and not text_files.is_json(lines):
-        return "fasttext" if text_files.is_fasttext(lines) else ".txt"
-    starts = [line.lstrip()[0] for line in lines]
-    if starts == ["{", "{"] or (kind == ".jsonl" and starts[:1] != ["["]):
-        return ".jsonl"
-    return ".json"
+    if kind.startswith(".json"):
+        return ".json"
+    if text_files.delimiter_of(path, settings):
+        return ".csv"
+    lines = text_files.first_lines(path, settings, 3)
+    if text_files.is_json(lines):
+        return ".json"
+    return "fasttext" if text_files.is_fasttext(lines) else ".txt"
 
 
 def _digest_of(path: Path) -> str:
@@ -166,9 +146,7 @@ def _digest_of(path: Path) -> str:
     if path.is_dir():
         return digest_of_files(path, text_files.files_by_class(path))
     if not path.is_file():
-        siblings = []
-        if path.parent.is_dir():
-            siblings = [file.name for file in path.parent.iterdir()]
+        siblings = [file.name for file in path.parent.glob("*")]
         hint = did_you_mean(path.name, siblings, 0.85)
         raise UserError(f"{path} does not exist{hint} (looked in {Path.cwd()})")
     return digest_of_file(path)
@@ -185,18 +163,15 @@ def _load(paths: list[Path], settings: TextSettings, name: str, digest: str) -> 
     starts = json.loads((folder / "starts.json").read_text(encoding="utf-8"))
     rows = datasets.Dataset.from_file(str(folder / "rows.arrow"))
     files = list(zip(starts, map(str, paths), strict=True))
-    return Rows(rows, files, _advice(paths[0], settings))
-
-
-def _advice(path: Path, settings: TextSettings) -> str:
-    """What to pass if the columns are not the right ones."""
-    form = form_of(path, settings)
-    if form not in (".csv", ".txt"):
-        return ""
-    advice = text_files.advice(path, settings)
-    if form == ".csv" and not settings.header and not advice:
-        return "if the first line is a row, pass --column_names"
-    return advice
+    form = form_of(paths[0], settings)
+    advice = ""
+    if form in (".csv", ".txt"):
+        advice = text_files.advice(paths[0], settings)
+    if form == ".csv" and not settings.header:
+        advice = advice or "if the first line is a row, pass --column_names"
+    if form == ".txt" and paths[0].parent != paths[-1].parent:
+        advice = f"{_BY_CLASS}{paths[0].parent.parent}"
+    return Rows(rows, files, advice)
 
 
 def _write(paths: list[Path], settings: TextSettings, target: Path) -> list[int]:
@@ -228,11 +203,11 @@ def _write(paths: list[Path], settings: TextSettings, target: Path) -> list[int]
 
 
 def _schema(path: Path, form: str, settings: TextSettings) -> pyarrow.Schema:
-    """The columns of a file and their types, which in JSON may widen from row to row."""
+    """The columns of a file and their types, which may widen where rows are objects."""
     schema: Any = None
     for block in _blocks(path, form, settings):
         schema = _unify(path, form, schema, block.schema)
-        if not form.startswith(".json"):
+        if form in _BLOCKS:
             break
     if schema is None:
         raise UserError(f"{path} has no rows")
@@ -246,7 +221,7 @@ def _unify(path: Path, form: str, before: Any, schema: pyarrow.Schema) -> pyarro
     if before is None:
         return schema
     same_names = set(schema.names) == set(before.names)
-    if not same_names and not form.startswith(".json"):
+    if not same_names and form != ".json":
         raise UserError(
             f"{path} has the columns {listing(schema.names)}, and the file before it "
             f"{listing(before.names)}: give both the same columns, or use a pattern without it"
@@ -265,15 +240,11 @@ def _blocks(path: Path, form: str, settings: TextSettings) -> Iterator[pyarrow.R
     parsed."""
     import pyarrow
 
-    readers: dict[str, Callable[[Path, TextSettings], Iterator[Any]]] = {
-        "": text_files.read_folder,
-        ".csv": text_files.read_csv,
-        ".txt": text_files.read_plain,
-        "fasttext": text_files.read_fasttext,
-        ".parquet": _read_parquet,
-    }
     try:
-        yield from readers.get(form, _read_json)(path, settings)
+        if form in _ROWS:
+            yield from _batches(_ROWS[form](path, settings), path)
+        else:
+            yield from _BLOCKS[form](path, settings)
     except UnicodeError as error:
         raise UserError(text_files.encoding_fault(path, settings.encoding)) from error
     except (pyarrow.ArrowException, OSError, EOFError, zlib.error) as error:
@@ -297,12 +268,12 @@ def _read_parquet(path: Path, settings: TextSettings) -> Iterator[pyarrow.Record
             yield batch.cast(schema)
 
 
-def _read_json(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
-    """The rows of a JSON file; each batch has the columns and types of its own rows."""
+def _batches(values: Iterable[Any], path: Path) -> Iterator[pyarrow.RecordBatch]:
+    """Objects as rows; each batch has the columns and types of its own rows."""
     import pyarrow
 
     first_row = 1
-    for rows in text_files.in_blocks(parse_json(path, settings)):
+    for rows in text_files.in_blocks(values):
         for number, row in enumerate(rows, first_row):
             if not isinstance(row, dict) or not row:
                 fault = f"{str(row)[:40]!r} is no object with named fields"
@@ -319,7 +290,8 @@ def _read_json(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBat
 def parse_json(path: Path, settings: TextSettings) -> Iterator[Any]:
     """The values of a file of JSON lines; or the items of a list, or of the only list of rows in an
     object, as `{"data": [items]}`. Raises UserError."""
-    if form_of(path, settings) == ".jsonl":
+    starts = [line.lstrip()[0] for line in text_files.first_lines(path, settings, 2)]
+    if starts == ["{", "{"] or (format_of(path) == ".jsonl" and starts[:1] != ["["]):
         yield from _json_lines(path, settings)
         return
     with text_files.open_text(path, settings) as text:
@@ -334,7 +306,10 @@ def parse_json(path: Path, settings: TextSettings) -> Iterator[Any]:
 def _rows_in(path: Path, loaded: dict[str, Any]) -> list[Any]:
     """The list of rows in an object, or the object as a row. Raises UserError for several lists,
     and for an object of columns."""
-    lists = [name for name, value in loaded.items() if _is_rows(value)]
+    lists = []
+    for name, value in loaded.items():
+        if isinstance(value, list) and all(isinstance(row, dict) for row in value):
+            lists.append(name)
     if len(lists) == 1 and (len(loaded) == 1 or lists[0] in _LISTS):
         return list(loaded[lists[0]])
     if all(isinstance(value, dict | list) for value in loaded.values()):
@@ -343,10 +318,6 @@ def _rows_in(path: Path, loaded: dict[str, Any]) -> list[Any]:
             '[{"text": "a"}, ...], as pandas does with to_json(orient="records")'
         )
     return [loaded]
-
-
-def _is_rows(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(row, dict) for row in value)
 
 
 def _json_lines(path: Path, settings: TextSettings) -> Iterator[Any]:
@@ -379,6 +350,18 @@ def _array(values: list[Any], path: Path, first_row: int, name: str) -> pyarrow.
     fault = f"field {name!r} is {str(values[place])[:40]!r}, unlike the rows before it, or no text"
     remedy = "make them all numbers, or all strings, or leave the field out"
     raise UserError(f"{path}, row {first_row + place}: {fault}: {remedy}")
+
+
+_ROWS: dict[str, Callable[[Path, TextSettings], Iterator[Any]]] = {
+    "": text_files.rows_by_class,
+    ".json": parse_json,
+    "fasttext": text_files.fasttext_rows,
+}
+_BLOCKS: dict[str, Callable[[Path, TextSettings], Iterator[Any]]] = {
+    ".csv": text_files.read_csv,
+    ".parquet": _read_parquet,
+    ".txt": text_files.read_plain,
+}
 
 
 # --- demos, the hub, folders
@@ -431,7 +414,7 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
     advice = ""
     for path in (folder, folder / "train"):
         if any(path.glob("*/*.txt")):
-            advice = f"for a folder of texts for each class pass --train_file {path}"
+            advice = f"{_BY_CLASS}{path}"
     tables = {}
     for split, rows in splits.items():
         digest = f"{content}-{config}-{split}" if content else rows._fingerprint

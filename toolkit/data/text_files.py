@@ -21,12 +21,14 @@ from typing import TYPE_CHECKING, Any
 from natsort import natsorted
 
 from toolkit.config import TextSettings
+from toolkit.data.columns import USUAL_TEXT
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
     import pyarrow
 
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open}
+FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt")
 TAB = "\t"
 DELIMITERS = {".csv": ",", ".tsv": TAB}
 BLOCK_ROWS = 512
@@ -34,6 +36,11 @@ BLOCK_ROWS = 512
 takes four times as long."""
 _MAX_CELL = 64 << 20
 """Characters: bounds the memory that a quote without an end takes."""
+_MARKS = {
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
 _LIKELY_ENCODINGS = ("utf-8", "gb18030", "big5")
 _LIKELY_DELIMITERS = ("\t", "_!_", "|||", "||", "::", "\x01", ",", ";", "|")
 _UNIT = "\x1f"
@@ -41,52 +48,59 @@ _UNIT = "\x1f"
 _FASTTEXT_LABEL = re.compile(r"(?<!\S)__label__(\S+)\s*")
 
 
+def format_of(path: Path) -> str:
+    """`reviews.csv.gz` -> `.csv`; empty for a folder. Raises UserError for an ending without a
+    reader."""
+    if path.is_dir():
+        return ""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in OPENERS:
+        suffixes.pop()
+    if suffixes and suffixes[-1] in FORMATS:
+        return suffixes[-1]
+    formats = f"{', '.join(FORMATS)} (also with .gz or .bz2 after it)"
+    raise UserError(
+        f"{path}: its format is unclear: name it {formats}; a workbook is saved as `CSV UTF-8` in "
+        "Excel, other archives are unpacked"
+    )
+
+
 def open_bytes(path: Path) -> Any:
     """The decompressed bytes of a file."""
     return OPENERS.get(path.suffix.lower(), open)(path, "rb")
 
 
-def has_utf8_mark(path: Path) -> bool:
-    """Whether it begins with UTF-8's byte order mark, as Excel's CSV files do."""
+def encoding_of(path: Path, settings: TextSettings) -> str:
+    """`--encoding`, or that of the byte order mark with which a file begins, as Excel's do."""
     with open_bytes(path) as file:
-        return bool(file.read(3) == codecs.BOM_UTF8)
+        start = file.read(3)
+    for mark, encoding in _MARKS.items():
+        if start.startswith(mark):
+            return encoding
+    return settings.encoding
 
 
 def open_text(path: Path, settings: TextSettings) -> io.TextIOWrapper:
     """The text of a file, without a byte order mark. Raises UserError; reading raises
     UnicodeError."""
-    encoding = settings.encoding
+    encoding = encoding_of(path, settings)
+    errors = settings.encoding_errors
     try:
-        name = codecs.lookup(encoding).name
+        return io.TextIOWrapper(open_bytes(path), encoding, errors, newline="\n")
     except LookupError as error:
         raise UserError(f"--encoding {encoding}: Python has no such encoding") from error
-    if name == "utf-8":
-        encoding = "utf-8-sig"
-    elif has_utf8_mark(path):  # GB18030 decodes it, to other characters
-        fault = f"begins with UTF-8's byte order mark, and --encoding is {encoding}"
-        raise UserError(f"{path} {fault}: pass utf-8")
-    return io.TextIOWrapper(
-        open_bytes(path), encoding, settings.encoding_errors, newline="\n"
-    )
 
 
 def encoding_fault(path: Path, encoding: str) -> str:
-    """Names the first line that does not decode, and an encoding in which all lines do, or the most
-    of them."""
+    """Names the first line that does not decode, and the encoding in which most lines do."""
     with open_bytes(path) as file:
-        start = file.read(4)
-    if start == b"PK\x03\x04":
-        return (
-            f"{path} is an Excel workbook or a zip, not text: save it as `CSV UTF-8` there"
-        )
-    faults = {
-        name: undecodable_lines(path, name) for name in (encoding, *_LIKELY_ENCODINGS)
-    }
-    first, count = faults[encoding]
-    fault = f"{path}, line {first}: not {encoding}"
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return f"{fault}: pass --encoding utf-16"
+        if file.read(4) == b"PK\x03\x04":
+            remedy = "save it as `CSV UTF-8` there"
+            return f"{path} is an Excel workbook or a zip, not text: {remedy}"
+    encodings = (encoding, *_LIKELY_ENCODINGS)
+    faults = {name: undecodable_lines(path, name) for name in encodings}
     best = min(faults, key=lambda name: faults[name][1])
+    fault = f"{path}, line {faults[encoding][0]}: not {encoding}"
     count = faults[best][1]
     if not count:
         return f"{fault}: pass --encoding {best}"
@@ -98,13 +112,15 @@ def encoding_fault(path: Path, encoding: str) -> str:
 
 def undecodable_lines(path: Path, encoding: str) -> tuple[int, int]:
     """The number of the first line that is not in this encoding, from 1, and how many are not."""
-    decoder = codecs.getincrementaldecoder(encoding)("replace")
-    faults = []
+    first = count = 0
     with open_bytes(path) as file:
-        for number, line in enumerate(itertools.chain(file, [b""]), 1):
-            if "\ufffd" in decoder.decode(line, final=not line):
-                faults.append(number)
-    return (faults or [0])[0], len(faults)
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode(encoding)
+            except UnicodeError:
+                first = first or number
+                count += 1
+    return first, count
 
 
 # --- what the first lines show
@@ -123,7 +139,7 @@ def is_json(lines: list[str]) -> bool:
 
 
 def is_fasttext(lines: list[str]) -> bool:
-    return bool(_FASTTEXT_LABEL.search("".join(lines[:1])))
+    return any(map(_FASTTEXT_LABEL.search, lines))
 
 
 def likely_delimiter(lines: list[str]) -> str:
@@ -153,10 +169,7 @@ def delimiter_of(path: Path, settings: TextSettings) -> str:
     """`--delimiter`, or by the file's ending; empty if a text is a line. Raises UserError for what
     cannot be one."""
     if settings.delimiter is None:
-        for suffix in path.suffixes:
-            if suffix.lower() in DELIMITERS:
-                return DELIMITERS[suffix.lower()]
-        return TAB if settings.header else ""
+        return DELIMITERS.get(format_of(path), TAB if settings.header else "")
     delimiter = {"tab": TAB, "none": ""}.get(settings.delimiter, settings.delimiter)
     delimiter = delimiter.replace("\\t", TAB).replace("\\x01", "\x01")
     if set(delimiter) & set('"\r\n'):
@@ -186,26 +199,22 @@ def read_plain(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBat
             yield pyarrow.record_batch({"text": pyarrow.array(block, "string")})
 
 
-def read_fasttext(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
+def fasttext_rows(path: Path, settings: TextSettings) -> Iterator[dict[str, Any]]:
     """`__label__A __label__B a text`: lists of labels, or, where no line has several, labels."""
-    import pyarrow
-
     with open_text(path, settings) as text:
         is_multi = any(len(_FASTTEXT_LABEL.findall(line)) > 1 for line in text)
     with open_text(path, settings) as text:
-        for lines in in_blocks(filter(str.strip, text)):
-            texts = [_FASTTEXT_LABEL.sub("", line).strip() for line in lines]
-            names = [_FASTTEXT_LABEL.findall(line) for line in lines]
-            labels = pyarrow.array(names, pyarrow.list_(pyarrow.string()))
+        for line in filter(str.strip, text):
+            labels: Any = _FASTTEXT_LABEL.findall(line)
             if not is_multi:
-                labels = pyarrow.array(map("".join, names), pyarrow.string())
-            yield pyarrow.record_batch({"text": texts, "label": labels})
+                labels = "".join(labels)
+            yield {"text": _FASTTEXT_LABEL.sub("", line).strip(), "label": labels}
 
 
 def files_by_class(folder: Path) -> list[Path]:
     """CLASS/NAME.txt, or without an ending. Raises UserError if there is none."""
-    files = [path for path in folder.glob("[!.]*/[!.]*") if path.suffix in ("", ".txt")]
-    files = [path for path in files if path.is_file()]
+    paths = folder.glob("[!.]*/[!.]*")
+    files = [path for path in paths if path.suffix in ("", ".txt") and path.is_file()]
     if not files:
         raise UserError(
             f"{folder} is no file, and no folder with a folder of texts for each class: "
@@ -214,21 +223,16 @@ def files_by_class(folder: Path) -> list[Path]:
     return natsorted(files)
 
 
-def read_folder(folder: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
+def rows_by_class(folder: Path, settings: TextSettings) -> Iterator[dict[str, Any]]:
     """A text for each file, its folder as the label, and its name. Raises UserError."""
-    import pyarrow
-
-    for paths in in_blocks(files_by_class(folder)):
-        texts = []
-        for path in paths:
-            try:
-                with open_text(path, settings) as text:
-                    texts.append(text.read().strip())
-            except UnicodeError as error:
-                raise UserError(encoding_fault(path, settings.encoding)) from error
-        labels = [path.parent.name for path in paths]
-        files = [str(path.relative_to(folder)) for path in paths]
-        yield pyarrow.record_batch({"text": texts, "label": labels, "file": files})
+    for path in files_by_class(folder):
+        try:
+            with open_text(path, settings) as text:
+                content = text.read().strip()
+        except UnicodeError as error:
+            raise UserError(encoding_fault(path, settings.encoding)) from error
+        file = str(path.relative_to(folder))
+        yield {"text": content, "label": path.parent.name, "file": file}
 
 
 def in_blocks(items: Iterable[Any], size: int | None = None) -> Iterator[list[Any]]:
@@ -293,6 +297,8 @@ def _csv_rows(
                     remedy = "put cells with a delimiter or a line break in double quotes"
                     if settings.quoting == "none":
                         remedy += ", with --quoting csv"
+                    if len(delimiter) > 1:
+                        remedy = "correct that line"
                     raise UserError(
                         f"{path}, line {line}: {len(cells)} cells where {header} has {width}: "
                         f"{advice(path, settings) or remedy}"
@@ -322,11 +328,12 @@ def _column_names(path: Path, cells: list[str], settings: TextSettings) -> list[
 
 def _refuse_row_as_header(path: Path, names: list[str], columns: list[Any]) -> None:
     """Raises UserError if the first line looks like a row: one of its cells is also in the column
-    that it would name. pandas names columns 0, 1, ... that have no other name."""
+    that it would name. Numbers may be names: of classes beside a text, or pandas' 0, 1, ..."""
     given = [name for name in names if not name.startswith("Unnamed")]
-    if given == list(map(str, range(len(given)))):
-        return
+    has_numbers = given == list(map(str, range(len(given)))) or set(USUAL_TEXT) & set(given)
     for name, cells in zip(names, columns, strict=True):
+        if has_numbers and name.isdecimal():
+            continue
         if name in cells:
             raise UserError(
                 f"{path}: the first line names the columns, and {name!r} is also the cell of row "

@@ -10,8 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from toolkit.data.read import format_of
-from toolkit.data.text_files import DELIMITERS, OPENERS
+from toolkit.data.text_files import DELIMITERS, OPENERS, format_of
 from toolkit.errors import UserError
 
 

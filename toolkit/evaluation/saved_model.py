@@ -14,11 +14,14 @@ from typing import Any
 from accelerate import Accelerator
 from transformers.utils import cached_file
 
-from toolkit.config import ModelSettings
+from toolkit.config import ModelSettings, TextSettings
 from toolkit.config.sections import default_tokens_per_batch
 from toolkit.data.columns import find_columns, find_texts, require_columns
 from toolkit.data.labels import USUAL, Labels
+from toolkit.data.options import REMEMBERED
+from toolkit.data.read import files_of
 from toolkit.data.table import Table
+from toolkit.data.text_files import delimiter_of, first_lines, format_of, undecodable_lines
 from toolkit.data.token_files import split_of_texts
 from toolkit.data.tokenizer import (
     choose_max_length,
@@ -60,6 +63,33 @@ def training_columns(name: str) -> dict[str, Any]:
         config = json.loads(Path(str(file)).read_text(encoding="utf-8"))
         return dict(config.get(COLUMNS, {}))
     return {}
+
+
+def fitting_settings(name: str, file: str, text_column: str | None) -> dict[str, Any]:
+    """Those of the settings with which the model's training file was read that fit a file: of the
+    same format; an encoding if the file is not in UTF-8; a delimiter that its first line has; names
+    of columns if that line is no header with the column of texts."""
+    trained = training_columns(name)
+    path = files_of(file)[0]
+    suffixes = Path(trained.get("train_file", "").lower()).suffixes
+    if not path.is_file() or format_of(path) not in suffixes:
+        return {}
+    fitting = {name: trained[name] for name in REMEMBERED if name in trained}
+    if "encoding" in fitting and not undecodable_lines(path, "utf-8")[1]:
+        del fitting["encoding"]
+    settings = TextSettings(**fitting)
+    header = "".join(first_lines(path, settings, 1))
+    delimiter = delimiter_of(path, settings)
+    is_text = False
+    if delimiter not in header:
+        fitting.pop("delimiter", None)
+        is_text = format_of(path) == ".txt"
+        delimiter = ","
+    cells = {cell.strip(' "') for cell in header.split(delimiter or None)}
+    text_columns = (text_column or trained["text_column"]).split(",")
+    if is_text or cells & set(text_columns):
+        fitting.pop("column_names", None)
+    return fitting
 
 
 def choose_columns(

@@ -12,7 +12,7 @@ import numpy as np
 
 from toolkit.data.columns import find_texts, require_columns
 from toolkit.data.labels import USUAL
-from toolkit.data.options import reading_settings
+from toolkit.data.options import READING, reading_settings
 from toolkit.data.read import read_file
 from toolkit.data.table import BATCH_ROWS, Table
 from toolkit.data.write import write_rows
@@ -42,7 +42,8 @@ def run(options: argparse.Namespace, words: list[str]) -> None:
         raise UserError(
             "toolkit folds evaluates the rows of each fold: leave out --test_file"
         )
-    table = read_file(settings["train_file"], reading_settings(options))
+    reading = {name: settings[name] for name in READING if name in settings}
+    table = read_file(settings["train_file"], reading_settings(options, **reading))
     _refuse_trained_models(settings, table)
     labels = require_columns(table, settings.get("label_column"), "label_column", USUAL)
     columns = find_texts(

@@ -9,8 +9,9 @@ from typing import Any
 
 from toolkit.config import TextSettings
 from toolkit.data.options import reading_settings
-from toolkit.data.read import format_of, parse_json, read_file
+from toolkit.data.read import parse_json, read_file
 from toolkit.data.table import Table
+from toolkit.data.text_files import format_of
 from toolkit.data.write import output_format, write_rows
 from toolkit.errors import UserError
 from toolkit.utils.files import explain_write_errors, replace_file

@@ -19,9 +19,8 @@ from accelerate.utils import broadcast_object_list
 
 from toolkit import api
 from toolkit.data.labels import REGRESSION
-from toolkit.data.read import format_of
 from toolkit.data.table import Table
-from toolkit.data.text_files import DELIMITERS, has_utf8_mark
+from toolkit.data.text_files import DELIMITERS, encoding_of, format_of
 from toolkit.data.tokens import Split
 from toolkit.data.write import output_format, write_rows
 from toolkit.errors import UserError, listing
@@ -232,8 +231,9 @@ def _join(job: Job, parts: Parts) -> None:
     source, output = Path(job.options.file), parts.output
     kind = output_format(output)
     encoding = job.settings.encoding
-    if kind in DELIMITERS and source.is_file() and has_utf8_mark(source):
-        encoding = "utf-8-sig"  # as Excel's file, which shows Chinese as garbage without it
+    if kind in DELIMITERS and source.is_file():
+        # Excel shows Chinese as garbage where its byte order mark is lacking
+        encoding = encoding_of(source, job.settings)
     same_kind = not job.settings.delimiter and format_of(source) == kind
     quoting = job.settings.quoting != "none" or not same_kind
     with parts.writing(), replace_file(output) as draft:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import __version__, launch
-from toolkit.data.options import fitting_settings, reading_settings
-from toolkit.data.read import format_of, read_file, replacement_notes
+from toolkit.data.options import reading_settings
+from toolkit.data.read import read_file, replacement_notes
+from toolkit.data.text_files import format_of
 from toolkit.errors import listing
-from toolkit.evaluation.saved_model import SavedModel, choose_columns, training_columns
+from toolkit.evaluation.saved_model import SavedModel, choose_columns, fitting_settings
 from toolkit.pretrained import model_digest
 
 
@@ -22,10 +23,13 @@ class Job:
         """`options`: the arguments of the command. Raises UserError for a model or a file that
         cannot be read, and for processes with different ones."""
         self.options = options
-        trained = training_columns(options.model)
-        text_column = options.text_column or trained.get("text_column", "")
-        fitting = fitting_settings(options.file, trained, text_column)
+        fitting = fitting_settings(options.model, options.file, options.text_column)
         self.settings = reading_settings(options, **fitting)
+        self.accelerator = launch.make_accelerator(options.mixed_precision)
+        used = [name for name in fitting if getattr(options, name) is None]
+        if used:
+            listed = [f"--{name} {fitting[name]!r}" for name in used]
+            self.log(f"the file is read as in training: {' '.join(listed)}")
         self.table = read_file(options.file, self.settings)
         self.saved = SavedModel(options.model)
         self.columns = choose_columns(
@@ -33,11 +37,6 @@ class Job:
         )
         pairs = len(self.columns) > 1
         self.max_length = self.saved.choose_max_length(options.max_length, pairs)
-        self.accelerator = launch.make_accelerator(options.mixed_precision)
-        used = [name for name in fitting if getattr(options, name) is None]
-        if used:
-            listed = [f"--{name} {fitting[name]}" for name in used]
-            self.log(f"the file is read as in training: {' '.join(listed)}")
         for line in replacement_notes(self.table, self.settings):
             self.log(line)
         self.facts = {
