@@ -61,8 +61,9 @@ def test_classes_that_may_be_no_label(notes_on: Notes, name: str) -> None:
 
 
 def test_ordinary_classes_are_not_asked_about(notes_on: Notes) -> None:
-    notes = notes_on(["-1", "0", "1", "neutral", "无聊", "a-b", "nano"] * 2)
-    assert "if class" not in notes
+    ordinary = ["-1", "0", "1", "neutral", "无聊", "a-b", "nano"]
+    assert "if class" not in notes_on(ordinary * 2)
+    assert "if class '-1' means that a row has no label" in notes_on([-1, 0, 1, 2] * 2)
 
 
 def test_a_class_of_one_row_beside_large_ones_is_named_with_its_row(notes_on: Notes) -> None:

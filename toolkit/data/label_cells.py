@@ -100,7 +100,7 @@ def class_name(cell: Any) -> str:
     return text.split(".")[0] if re.fullmatch(r"-?\d+\.0+", text) else text
 
 
-def finite_number(cell: Any, remedy: str = "correct it") -> float:
+def finite_number(cell: Any, remedy: str) -> float:
     """Raises ValueError."""
     if is_blank(cell):
         raise ValueError(NO_LABEL)

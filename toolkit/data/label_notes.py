@@ -21,6 +21,8 @@ _OFTEN = 100
 def notes_on_names(names: Sequence[str]) -> Iterator[str]:
     """Classes that may be no label, or the same as another."""
     unlabelled = [repr(name) for name in names if _NO_LABEL.fullmatch(name)]
+    if {"-1", "2"} <= set(names) and "-2" not in names:  # -1, 0, 1 are three classes
+        unlabelled.append("'-1'")
     if unlabelled:
         remedy = "empty these cells and pass --drop_empty_text"
         yield f"if class {listing(unlabelled)} means that a row has no label: {remedy}"

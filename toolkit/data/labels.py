@@ -128,7 +128,7 @@ class Labels(Targets):
         if len(self.columns) > 1:
             return self._numbers(cell)
         if self.problem_type == REGRESSION:
-            return finite_number(cell, f"correct it, or train with --problem_type {SINGLE}")
+            return finite_number(cell, f"correct it (for classes: --problem_type {SINGLE})")
         if self.problem_type == SINGLE:
             return self._id(only_class(cell))
         if is_missing(cell):
@@ -146,7 +146,8 @@ class Labels(Targets):
 
     def _numbers(self, cells: list[Any]) -> list[float]:
         """One number for each column. Raises ValueError."""
-        numbers = [finite_number(cell) for cell in cells]
+        remedy = "correct it, or name one --label_column, which may hold classes"
+        numbers = [finite_number(cell, remedy) for cell in cells]
         if self.problem_type == MULTI and not set(numbers) <= {0, 1}:
             raise ValueError(
                 f"{cells} in the label columns, which hold 0 or 1 each: correct it, or empty the "
