@@ -132,8 +132,9 @@ class Labels(Targets):
         if self.problem_type == SINGLE:
             return self._id(only_class(cell))
         if is_missing(cell):
-            empty = '""' if self.separator else "[]"
-            raise ValueError(f"no labels: write {empty} where there are none")
+            raise ValueError(
+                "no labels: write [], or an empty text with --label_separator, for a row of none"
+            )
         flags = [0.0] * self.size
         for name in class_names(cell, self.separator):
             place = self._id(name)
