@@ -15,6 +15,8 @@ from toolkit.data.table import Table
 NAMED = datasets.ClassLabel(names=["joy", "anger", "unused"])
 AB = ("a", "b")
 FLAGS = [[1, 1], [0, 1], [0, 0]]
+TEXTS = [f"text {number}" for number in range(490)]
+PAIRS = [",".join(pair) for pair in itertools.combinations("abcdefghijkl", 2)]
 
 
 def table_of(labels: Sequence[Any], feature: Any = None, name: str = "f.csv") -> Table:
@@ -48,7 +50,13 @@ def encoded(labels: Labels, values: Sequence[Any], feature: Any = None) -> Any:
         ([True, False], {}, SINGLE, ("False", "True"), [1, 0]),
         (["None", " a"], {}, SINGLE, ("None", "a"), [0, 1]),
         (["class 10", "class 2"], {}, SINGLE, ("class 2", "class 10"), [1, 0]),
+        ([["b"], ["a"]], {}, SINGLE, AB, [1, 0]),
+        (["['b']", "['a']"], {}, SINGLE, AB, [1, 0]),
+        ([["b"], ["a"]], {"problem_type": SINGLE}, SINGLE, AB, [1, 0]),
+        ([["b"], ["a"]], {"problem_type": MULTI}, MULTI, AB, [[0, 1], [1, 0]]),
+        (["[b]", "[a]"], {}, SINGLE, ("[a]", "[b]"), [1, 0]),
         ([["b", "a"], ["b"], []], {}, MULTI, AB, FLAGS),
+        (["['b', 'a']", "['b']", "[]"], {}, MULTI, AB, FLAGS),
         (['["b", "a"]', '["b"]', "[]"], {}, MULTI, AB, FLAGS),
         (["b|a", "b", ""], {"separator": "|"}, MULTI, AB, FLAGS),
         (["b、a", "b、", " "], {"separator": "、"}, MULTI, AB, FLAGS),
@@ -122,22 +130,57 @@ def test_columns_that_are_no_labels() -> None:
         refusal(labels_of, cells, match=rf"f\.csv: .*'label'.*{match}")
 
 
-def test_a_label_that_cannot_be_meant_names_file_and_row() -> None:
-    for training, other, match in (
-        (["a", "b"], ["a", ""], "no label.*--drop_empty_text"),
-        (["a", "None"], ["a", None], "no label"),  # the class `None` is not the missing label
-        ([1.0, 2.0], [1.0, float("nan")], "no label"),
-        ([["a"], ["b"]], [["a"], None], "no labels"),
-        ([1, 2], [1.0, 1.5], r"'1\.5' does not occur in training"),
-        ([["a"], ["b"]], [["a"], ["b", "c"]], "'c' does not occur in training"),
-        ([["a"], ["b"]], ['["a"]', '["b"'], "is no list of labels.*--label_separator"),
-        ([[0], [1]], [[1], [1, 0, 1]], "names a class twice"),
-        (["1.5", "2", "85%"], ["2", "85%"], "'85%' is not a number.*--problem_type"),
-        ([1.5, 2], ["1", "inf"], "'inf' is not a number"),
-        ([1.5, 2], ["1", "1_5"], "'1_5' is not a number"),
-    ):
-        refusal(encoded, labels_of(training), other, match=rf"v\.csv, row 2: .*{match}")
-    refusal(labels_of([1, 2]).encode, columns_table("v.csv"), match=r"v\.csv has no column 'label'")
+@pytest.mark.parametrize(
+    ("cells", "settings", "expected"),
+    [
+        (["a", "a"], {}, "at least two classes"),
+        ([["a"], ["a"]], {}, "at least two classes"),
+        ([[], []], {}, "at least two classes"),
+        (TEXTS, {}, "490 different values.* than half .*is it the label.* --problem_type single"),
+        (PAIRS, {}, "joins of 12 names.* --label_separator ','"),
+        ([{"a": 1}, {"a": 2}], {}, "holds {'a': 1}, no class"),
+        (['{"a": 1}', '{"a": 2}'], {}, "no class"),
+        (["['a' 'b']", "['a']"], {}, "no class"),  # as numpy writes them
+        ([[["a"]], [["b"]]], {}, "no class"),
+    ],
+)
+def test_columns_that_are_no_labels(cells: list[Any], settings: Any, expected: str) -> None:
+    refusal(labels_of, cells, **settings, match=rf"f\.csv: .*'label'.*{expected}")
+
+
+@pytest.mark.parametrize(
+    ("training", "settings", "other", "expected"),
+    [
+        (["a", "b"], {}, ["a", None], "no label: fill it"),
+        (["a", "b"], {}, ["a", ""], "no label"),
+        (["a", "None"], {}, ["a", None], "no label"),  # the class `None` is not the missing label
+        ([1.0, 2.0], {}, [1.0, float("nan")], "no label"),
+        ([["a", "b"]], {}, [["a"], None], r"no labels: write \[\]"),
+        (["good", "bad"], {}, ["good", "god"], r"'god' .*did you mean good.* bad, good"),
+        ([1, 2], {}, [1.0, 1.5], r"'1\.5' does not occur in training"),
+        ([["a", "b"]], {}, [["a"], ["b", "c"]], "'c' does not occur in training"),
+        ([["a", "b"]], {}, ['["a"]', '["b"'], "no list of labels.*--label_separator"),
+        ([[0, 1]], {}, [[1], [1, 0, 1]], "names a class twice"),
+        ([["a"], ["b"]], {}, [["a"], ["b", "a"]], "several labels.*multi_label_classification"),
+        ([["a"], ["b"]], {}, [["a"], []], "no label"),
+        (["1.5", "2", "85%"], {}, ["2", "85%"], "'85%' is not a number.*--problem_type"),
+        ([1.5, 2], {}, ["1", "inf"], "'inf' is not a number"),
+        ([1.5, 2], {}, ["1", "1_5"], "'1_5' is not a number"),
+    ],
+)
+def test_a_label_that_cannot_be_meant_names_file_and_row(
+    training: Any, settings: Any, other: Any, expected: str
+) -> None:
+    labels = labels_of(training, **settings)
+    refusal(encoded, labels, other, match=rf"v\.csv, row 2: .*{expected}")
+
+
+def test_columns_that_are_missing() -> None:
+    other = Table.of(datasets.Dataset.from_dict({"text": ["a"], "y": ["b"]}), "v.csv", "d")
+    require = partial(require_columns, other, setting="label_column", usual=("label",))
+    refusal(require, None, match="name one of text, y with --label_column")
+    refusal(require, "z", match=r"no column 'z'")
+    refusal(labels_of(["a", "b"]).encode, other, match=r"v\.csv has no column 'label'")
 
 
 def test_rows_without_labels() -> None:

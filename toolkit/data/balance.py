@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from toolkit.config import ObjectiveSettings
+from toolkit.data.label_notes import note_on_rare, notes_on_names, separator_hint
 from toolkit.data.labels import MULTI, REGRESSION, SINGLE, Labels
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, did_you_mean, listing
@@ -76,15 +77,14 @@ def weigh_classes(data: Data, objective: ObjectiveSettings, device: torch.device
 def _notes_on_classes(
     splits: Mapping[str, Split], labels: Labels, counts: np.ndarray
 ) -> Iterator[str]:
-    """How many rows each class has, which names are alike but for case and blanks, and which
-    classes an evaluated split lacks."""
+    """How many rows each class has, which classes may be none, and which an evaluated split
+    lacks."""
     yield f"rows of each class in train: {_listed(labels, counts, counts, '{:d}')}"
-    alike: dict[str, list[str]] = {}
-    for name in labels.names:
-        alike.setdefault("".join(name.split()).casefold(), []).append(repr(name))
-    for group in alike.values():
-        if len(group) > 1:
-            yield f"classes {listing(group)} have almost the same name: write it in one way"
+    if len(labels.columns) == 1:
+        yield from notes_on_names(labels.names)
+        yield from note_on_rare(labels.names, counts, splits["train"])
+    if labels.problem_type == SINGLE and separator_hint(labels.names):
+        yield separator_hint(labels.names)
     for name, split in splits.items():
         missing = np.flatnonzero(_class_counts(labels, split) == 0)
         if name != "train" and len(missing):

@@ -8,12 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from toolkit.data.label_cells import distinct_cells
 from toolkit.data.table import Table
 from toolkit.errors import UserError, listing
 
 USUAL_TEXT = ("text", "sentence", "content", "review", "comment", "document", "article",
               "文本", "内容", "评论", "评论内容", "正文")  # fmt: skip
 _NUMBER = re.compile(r"[-+\d.,e\s]*", re.IGNORECASE)
+_ASCII_WORD = re.compile(r"[!-~]*")
+_FEW_VALUES = 50
 
 
 def find_columns(
@@ -66,21 +69,47 @@ def _only_texts(table: Table, excluded: set[str | None]) -> str:
     return texts[0]
 
 
-def _contains_text(table: Table, column: str) -> bool:
-    """Not numbers (strings in CSV) and not lists."""
+def _contains_text(table: Table, column: str, other: re.Pattern[str] = _NUMBER) -> bool:
+    """Not numbers (strings in CSV), or what else `other` matches, and not lists."""
     kind = getattr(table.rows.features[column], "dtype", None)
     if kind not in ("string", "large_string"):
         return False
     cells = table.rows[:100][column]
-    return not all(_NUMBER.fullmatch(str(cell or "")) for cell in cells)
+    return not all(other.fullmatch(str(cell or "")) for cell in cells)
+
+
+def likely_labels(table: Table, names: Iterable[str]) -> list[str]:
+    """Those of the columns that have few values, each in several rows."""
+    most = min(_FEW_VALUES, len(table) // 2)
+    return [
+        name
+        for name in names
+        if _is_plain(table, name) and 2 <= len(distinct_cells(table, name, most)) <= most
+    ]
+
+
+def likely_texts(table: Table, names: Iterable[str]) -> list[str]:
+    """Those of the columns that hold texts, not numbers or ids."""
+    return [name for name in names if _contains_text(table, name, _ASCII_WORD)]
+
+
+def _is_plain(table: Table, column: str) -> bool:
+    """Whether the cells, or the items of their lists, are texts or numbers, not objects."""
+    feature = table.rows.features[column]
+    return hasattr(getattr(feature, "feature", feature), "dtype")
 
 
 def unclear_column(table: Table, setting: str, names: list[str]) -> UserError:
     """The error if it is unclear which column a setting means, and what to pass."""
+    what = setting.removesuffix("_column")
+    plain = [name for name in names if _is_plain(table, name)]
     remedy = "there is no other than the text"
-    if names:
-        remedy = f"name one of {listing(names)} with --{setting}"
+    if plain:
+        remedy = f"name one of {listing(plain)} with --{setting}"
+    elif names:
+        remedy = f"{listing(names)} holds objects: make a column of the {what}"
+    if setting == "text_column" and len(plain) > 1:
+        remedy += "; recipes/cls.py reads pairs with --text_pair"
     if table.load().advice:
         remedy += f"; {table.load().advice}"
-    what = setting.removesuffix("_column")
     return UserError(f"{table.name}: which column is the {what}? {remedy}")

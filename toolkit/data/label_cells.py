@@ -1,10 +1,12 @@
 """The cells of label columns -> names or numbers.
 
-A cell of several labels is a list, a list as JSON, `["a", "b"]`, or names with a separator.
+A cell of several labels is a list, one as JSON or as Python writes it, `["a", "b"]`, or names with
+a separator. A list of one name may stand for the name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -14,9 +16,9 @@ import numpy as np
 
 from toolkit.data.table import Table
 
-NO_LABEL = (
-    "no label: fill it or remove the row, or pass --drop_empty_text, which leaves it out"
-)
+NO_LABEL = "no label: fill it, or remove the row"
+_NESTED = re.compile(r"[\[{]\s*[\[{\"']")
+"""The beginning of an object, or of a list that is not written as JSON."""
 _MAX_DISTINCT = 200_000
 """Distinct values that are read to infer a column's type: more are numbers, or no labels."""
 
@@ -36,18 +38,13 @@ def read_cells(
             yield numbers, values[0]
 
 
-def hashable(cells: list[Any]) -> list[str]:
-    """Equal for equal cells; lists have no hash."""
-    return [cell if isinstance(cell, str) else repr(cell) for cell in cells]
-
-
-def distinct_cells(table: Table, column: str) -> list[Any]:
+def distinct_cells(table: Table, column: str, most: int = _MAX_DISTINCT) -> list[Any]:
     """The distinct cells of a column that are not missing; of the first rows, if they are more than
-    _MAX_DISTINCT."""
+    `most`."""
     distinct: dict[str, Any] = {}
     for _, cells in read_cells(table, (column,)):
-        distinct |= zip(hashable(cells), cells, strict=True)
-        if len(distinct) > _MAX_DISTINCT:
+        distinct |= zip(map(repr, cells), cells, strict=True)  # lists have no hash
+        if len(distinct) > most:
             break
     return [cell for cell in distinct.values() if not is_missing(cell)]
 
@@ -88,57 +85,71 @@ def is_missing(cell: Any) -> bool:
 
 
 def is_blank(cell: Any) -> bool:
-    """Missing, or white space."""
-    return is_missing(cell) or not str(cell).strip()
+    """Missing, white space, or an empty list."""
+    return is_missing(cell) or str(cell).strip() in ("", "[]")
 
 
 def class_name(cell: Any) -> str:
-    """The text of a cell; `2.0`, which a reader or a spreadsheet makes of `2`, becomes `2`."""
+    """The text of a cell; `2.0`, which a reader or a spreadsheet makes of `2`, becomes `2`. Raises
+    ValueError for objects and lists."""
     if is_missing(cell):
         return ""
     text = str(cell).strip()
+    if isinstance(cell, dict | list) or _NESTED.match(text):
+        raise ValueError(f"holds {text[:60]}, no class: make a column of the label")
     return text.split(".")[0] if re.fullmatch(r"-?\d+\.0+", text) else text
 
 
-def finite_number(cell: Any) -> float:
+def finite_number(cell: Any, remedy: str) -> float:
     """Raises ValueError."""
     if is_blank(cell):
         raise ValueError(NO_LABEL)
     number = to_float(cell)
     largest = float(np.finfo(np.float32).max)
     if number is None or not abs(number) <= largest:
-        raise ValueError(
-            f"the label {cell!r} is not a number in the range of float32: correct it, or pass "
-            "another --problem_type"
-        )
+        fault = f"the label {cell!r} is not a number in the range of float32"
+        raise ValueError(f"{fault}: {remedy}")
     return number
 
 
-def is_list(cell: Any) -> bool:
-    """Whether a cell is a list, or looks like one in JSON."""
-    if isinstance(cell, str):
-        text = cell.strip()
-        return text.startswith("[") and text.endswith("]")
-    return isinstance(cell, list)
-
-
-def class_names(cell: Any, separator: str | None) -> list[Any]:
-    """The labels of a cell: a list, a list as JSON, or names with the separator between them; of an
-    empty string none. Raises ValueError."""
+def parse_list(cell: Any) -> list[Any] | None:
+    """The items of a list, or of one in a text, `["a", "b"]` or `['a', 'b']`; of a blank cell none.
+    None for other cells."""
+    if is_blank(cell):
+        return []
     if isinstance(cell, list):
         return cell
-    text = "" if is_missing(cell) else str(cell).strip()
+    text = str(cell).strip()
+    if text.startswith("["):
+        for written in (text, text.replace("'", '"')):
+            with contextlib.suppress(ValueError):
+                return list(json.loads(written))
+    return None
+
+
+def class_names(cell: Any, separator: str | None) -> list[str]:
+    """The labels of a cell of several; of a blank one none. Raises ValueError."""
+    names = parse_list(cell)
     if separator:
-        parts = [part.strip() for part in text.split(separator)]
-        return [part for part in parts if part]
-    if not text:
-        return []
-    try:
-        items = json.loads(text)
-    except ValueError:
-        items = None
-    if not isinstance(items, list):
+        joined = [cell] if names is None else names
+        parts = [part for name in joined for part in class_name(name).split(separator)]
+        names = [part for part in parts if part.strip()]
+    if names is None:
         raise ValueError(
-            f'{text[:60]!r} is no list of labels: write JSON, ["a", "b"], or pass --label_separator'
+            f'holds {str(cell)[:60]!r}, no list of labels: write JSON, ["a", "b"], or '
+            "train with --label_separator"
         )
-    return items
+    return [class_name(name) for name in names]
+
+
+def only_class(cell: Any) -> str:
+    """The label of a cell of one; of a blank one "". Raises ValueError for several."""
+    names = parse_list(cell)
+    if names is None:
+        return class_name(cell)
+    if len(names) > 1:
+        raise ValueError(
+            f"holds {str(cell)[:60]}, several labels: train with --problem_type "
+            "multi_label_classification"
+        )
+    return class_name(names[0]) if names else ""

@@ -2,7 +2,7 @@
 
 | a cell holds | the task |
 |---|---|
-| a string, a whole number | one class |
+| a string, a whole number, in all rows a list of one name | one class |
 | a number; some have a fraction | regression |
 | a list of names, also as JSON, `["a", "b"]`, or with --label_separator | several classes or none |
 | in each of several columns 0 or 1; or a number | several classes; regression |
@@ -28,13 +28,14 @@ from toolkit.data.label_cells import (
     class_names,
     distinct_cells,
     finite_number,
-    hashable,
     is_blank,
-    is_list,
     is_missing,
+    only_class,
+    parse_list,
     read_cells,
     to_float,
 )
+from toolkit.data.label_notes import separator_hint
 from toolkit.data.table import Table
 from toolkit.data.targets import Targets
 from toolkit.errors import UserError, did_you_mean, listing
@@ -113,15 +114,13 @@ class Labels(Targets):
         dtype: Any = np.int64 if self.problem_type == SINGLE else np.float32
         parts = [np.zeros(0, dtype)]
         for rows, cells in read_cells(table, self.columns):
-            keys = hashable(cells)
-            values: dict[Any, Any] = {}
-            for key, row, cell in zip(keys, rows.tolist(), cells, strict=True):
-                if key not in values:  # each distinct cell of a batch is encoded once
-                    try:
-                        values[key] = self._value(cell)
-                    except ValueError as error:
-                        raise UserError(f"{table.where(row)}: {error}") from error
-            parts.append(np.array([values[key] for key in keys], dtype))
+            values = []
+            for row, cell in zip(rows.tolist(), cells, strict=True):
+                try:
+                    values.append(self._value(cell))
+                except ValueError as error:
+                    raise UserError(f"{table.where(row)}: {error}") from error
+            parts.append(np.array(values, dtype))
         return np.concatenate(parts[1:] or parts)
 
     def _value(self, cell: Any) -> Any:
@@ -129,34 +128,37 @@ class Labels(Targets):
         if len(self.columns) > 1:
             return self._numbers(cell)
         if self.problem_type == REGRESSION:
-            return finite_number(cell)
+            return finite_number(cell, f"correct it (for classes: --problem_type {SINGLE})")
         if self.problem_type == SINGLE:
-            return self._id(cell)
+            return self._id(only_class(cell))
         if is_missing(cell):
-            raise ValueError("no labels: write [] where there are none")
+            raise ValueError(
+                "no labels: write [], or an empty text with --label_separator, for a row of none"
+            )
         flags = [0.0] * self.size
         for name in class_names(cell, self.separator):
             place = self._id(name)
             if flags[place]:
                 raise ValueError(
-                    f"{cell!r} names a class twice: a column per class holds 0 and 1"
+                    f"{cell!r} names a class twice: write it once (0 and 1 need a column per class)"
                 )
             flags[place] = 1.0
         return flags
 
     def _numbers(self, cells: list[Any]) -> list[float]:
         """One number for each column. Raises ValueError."""
-        numbers = [finite_number(cell) for cell in cells]
+        remedy = "correct it, or name one --label_column, which may hold classes"
+        numbers = [finite_number(cell, remedy) for cell in cells]
         if self.problem_type == MULTI and not set(numbers) <= {0, 1}:
             raise ValueError(
-                f"{cells} in the label columns: several hold 0 or 1 each, or numbers to predict: "
-                "then pass --problem_type regression"
+                f"{cells} in the label columns, which hold 0 or 1 each: correct it, or empty the "
+                "cells of a row whose labels are unknown (for numbers to predict, train with "
+                "--problem_type regression)"
             )
         return numbers
 
-    def _id(self, cell: Any) -> int:
+    def _id(self, name: str) -> int:
         """The id of a class by its name. Raises ValueError."""
-        name = class_name(cell)
         if not name:
             raise ValueError(NO_LABEL)
         if name not in self._ids:
@@ -167,13 +169,14 @@ class Labels(Targets):
         return self._ids[name]
 
     def missing(self, table: Table) -> np.ndarray:
-        """An empty cell of several labels is none of them, unless all cells are empty."""
+        """An empty cell of several labels is none of them, unless all cells are empty; of several
+        columns, a row with an empty one."""
         if not set(table.rows.column_names).issuperset(self.columns):
             return np.ones(len(table), bool)
         flags = []
         for _, cells in read_cells(table, self.columns):
             if len(self.columns) > 1:
-                flags += [all(map(is_blank, row)) for row in cells]
+                flags += [any(map(is_blank, row)) for row in cells]
             else:
                 flags += map(is_blank, cells)
         blank = np.array(flags, bool)
@@ -229,9 +232,9 @@ def _labels_of_columns(
     numbers = {
         to_float(cell) for column in columns for cell in distinct_cells(table, column)
     }
-    problem = MULTI
-    if not numbers <= {0.0, 1.0, None}:
-        problem = REGRESSION
+    # a negative one beside 0 and 1 may mean that the label is unknown: `encode` names its row
+    positive = {number for number in numbers if number is not None and number > 0}
+    problem = MULTI if positive <= {1.0} else REGRESSION
     return Labels(problem_type or problem, columns, columns)
 
 
@@ -249,10 +252,12 @@ def _labels_of_column(
         names = tuple(feature.names)
     is_guess = feature is None and problem_type is None
     if is_guess and len(names) > max(_FEW_CLASSES, len(table) / 2):
-        raise ValueError(
-            f"holds {len(names)} different values in {len(table)} rows: is it the label? Name "
-            "another with --label_column, or pass --problem_type"
+        doubt = separator_hint(names) or (
+            "is it the label? Name another with --label_column; if these are the classes, pass "
+            f"--problem_type {problem}"
         )
+        count = f"{len(names)} different values, more than half as many as rows"
+        raise ValueError(f"holds {count} ({len(table)}): {doubt}")
     if len(names) < 2:
         only = listing(names) or "no class"
         raise ValueError(
@@ -268,13 +273,10 @@ def _names_in(
     lists."""
     names: set[str] = set()
     for cell in cells:
-        parts = [cell] if problem == SINGLE else class_names(cell, separator)
-        for part in parts:
-            if isinstance(part, dict | list):
-                raise ValueError(
-                    f"holds {str(part)[:60]}, no class: make a column of the label"
-                )
-            names.add(class_name(part))
+        if problem == SINGLE:
+            names.add(only_class(cell))
+        else:
+            names.update(class_names(cell, separator))
     return natural_order(names - {""})
 
 
@@ -289,9 +291,12 @@ def natural_order(names: Iterable[str]) -> tuple[str, ...]:
 
 def _guess(distinct: list[Any], separator: str | None) -> ProblemType:
     """The problem type that fits the cells of a column."""
-    cells = [cell for cell in distinct if cell != ""]
-    if separator or (cells and all(map(is_list, cells))):
+    if separator:
         return MULTI
+    lists = [names for names in map(parse_list, distinct) if names is not None]
+    if len(lists) == len(distinct):
+        return SINGLE if all(len(names) == 1 for names in lists) else MULTI
+    cells = [cell for cell in distinct if cell != ""]
     numbers = [number for cell in cells if (number := to_float(cell)) is not None]
     fractions = any(number % 1 for number in numbers if math.isfinite(number))
     # where most are numbers, `encode` names the row of one that is not

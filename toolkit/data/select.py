@@ -13,7 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.data.columns import find_columns, find_texts, unclear_column
+from toolkit.data.columns import (
+    find_columns,
+    find_texts,
+    likely_labels,
+    likely_texts,
+    unclear_column,
+)
 from toolkit.data.read import replacement_notes
 from toolkit.data.table import Table
 from toolkit.data.targets import Targets, targets_of
@@ -53,7 +59,7 @@ def select_samples(
     if len(joined) > 1:
         columns = ", ".join(joined)
         notes.append(f"columns {columns} are one text, with {separator} between them")
-    notes.extend(_unread_columns(settings, tables["train"], [*texts, *predicted]))
+    notes.extend(_unread_columns(settings, tables["train"], texts, predicted))
     with_texts = {}
     for split, table in tables.items():
         for note in replacement_notes(table, settings.data):
@@ -98,16 +104,24 @@ def data_seed(settings: Any) -> int:
     return int(settings.data.data_seed)
 
 
-def _unread_columns(settings: Any, train: Table, read: list[str]) -> Iterator[str]:
-    """A line on the other columns, unless the settings name those that are read: another one may
-    be the label, or a second text."""
-    names = ["text_column", targets_of(settings).column_setting]
-    is_guess = any(name and getattr(settings.data, name) is None for name in names)
-    names_read = {name for column in read for name in train.columns_of(column)}
-    others = [name for name in train.rows.column_names if name not in names_read]
-    if is_guess and others:
-        choices = " and ".join(f"--{name}" for name in names if name)
-        yield f"not read: column {listing(others)} ({choices} choose others)"
+def _unread_columns(
+    settings: Any, train: Table, texts: tuple[str, ...], predicted: tuple[str, ...]
+) -> Iterator[str]:
+    """Lines on the other columns; where the settings name none, another one may be the label, or
+    a second text."""
+    data = settings.data
+    read = {name for column in (*texts, *predicted) for name in train.columns_of(column)}
+    others = [name for name in train.rows.column_names if name not in read]
+    if others:
+        yield f"not read: column {listing(others)}"
+    labels = likely_labels(train, others)
+    if getattr(data, "label_column", "") is None and labels:
+        doubt = f"column {listing(labels)} may be it, too (--label_column)"
+        yield f"the label is read from column {listing(predicted)}: {doubt}"
+    seconds = likely_texts(train, [name for name in others if name not in labels])
+    if data.text_column is None and getattr(data, "text_pair", "") is None and seconds:
+        doubt = f"column {listing(seconds)} has texts, too (--text_column, --text_pair)"
+        yield f"the text is read from column {texts[0]}: {doubt}"
 
 
 def _find_columns(settings: Any, train: Table) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -196,8 +210,8 @@ def _hold_out(splits: dict[str, Samples], targets: Targets, settings: Any) -> st
     if count >= len(places):
         raise UserError(
             f"{samples.table.name}: {len(places)} rows whose class is not theirs alone are too few "
-            f"to hold out a part of {share:g} for validation: pass --validation_file, or another "
-            "--validation_split; is the label column right?"
+            f"to hold out a part of {share:g} for validation: pass --validation_file; is the "
+            "label column right?"
         )
     fewest = min(count, len(places) - count)
     if strata is not None and fewest < len(np.unique(strata)):

@@ -165,4 +165,6 @@ def class_lines(evaluation: Evaluation) -> list[str]:
         lines.append(
             f"  F1 {classes[name]['f1']:.4f}  {name} (of {classes[name]['support']})"
         )
+    if len(names) > _MAX_CLASSES:
+        lines.append(f"  and {len(names) - _MAX_CLASSES} more in report.html")
     return lines

@@ -97,6 +97,8 @@ def _write_folder(
     values = {"settings": {**flat(settings), "test_file": job.options.file}}
     data = {
         **answers.labels.facts(),
+        **answers.labels.source(),
+        "text_column": " and ".join(job.columns),
         "samples": {evaluation.split: len(job.table)},
         "max_length": job.max_length,
         "digest": job.table.digest,
