@@ -73,11 +73,11 @@ def full_attention_up_to(block_size: int, num_random_blocks: int) -> int:
     return (5 + 2 * num_random_blocks) * block_size
 
 
-def load_plain_tokenizer(name: str) -> Any:
+def load_plain_tokenizer(name: str, **options: Any) -> Any:
     """Loads the tokenizer of a folder, a hub name or a `demo:` name. Raises UserError, also as
     `refuse_unusable`."""
     with explain_load_errors(name) as path:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
     refuse_unusable(tokenizer, name)
     return tokenizer
 

@@ -93,18 +93,18 @@ def words_first(tokenizer: Any) -> Any:
     return segmenting
 
 
-def load_words_first(name: str) -> Any:
+def load_words_first(name: str, **options: Any) -> Any:
     """`words_first` of the tokenizer of a folder or hub name that may have only BERT's vocab.txt.
 
     `AutoTokenizer` reads `tokenizer_class`, which may not exist, then `model_type`: for a BigBird
     with a vocab.txt it makes an empty sentencepiece tokenizer. Raises UserError as `words_first`
     does, and transformers' errors."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
     except ValueError:
         tokenizer = None
     if not _is_wordpiece(tokenizer):
-        bert = BertTokenizerFast.from_pretrained(name)
+        bert = BertTokenizerFast.from_pretrained(name, **options)
         # which without a vocabulary has only the special tokens
         if tokenizer is None or len(bert) > len(bert.all_special_tokens):
             tokenizer = bert
