@@ -12,11 +12,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
-import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -115,15 +113,6 @@ def _is_wordpiece(tokenizer: Any) -> bool:
     """Whether it is a fast tokenizer with BERT's kind of vocabulary."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return isinstance(getattr(backend, "model", None), WordPiece)
-
-
-def is_jieba(folder: Path) -> bool:
-    """Whether the tokenizer in a model's folder has the key `words_first`."""
-    path = folder / "tokenizer_config.json"
-    if not path.is_file():
-        return False
-    config = json.loads(path.read_text(encoding="utf-8"))
-    return bool(config.get(MARK))
 
 
 class WordBackend:
