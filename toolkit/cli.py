@@ -3,6 +3,7 @@ themselves."""
 
 from __future__ import annotations
 
+import contextlib
 import pkgutil
 import sys
 from typing import Any
@@ -12,6 +13,7 @@ from toolkit.commands import convert, init, prepare, report, to_bigbird
 from toolkit.errors import Parser
 from toolkit.utils import collector
 from toolkit.utils.features import Command, features
+from toolkit.utils.log import PlainOutput
 
 
 def commands() -> dict[str, Command]:
@@ -55,7 +57,12 @@ def main() -> None:
 
 
 def _run(table: dict[str, Command]) -> None:
-    words = sys.argv[1:] or ["--help"]
+    output: Any = PlainOutput(sys.stdout)
+    with contextlib.redirect_stdout(output):
+        _run_command(table, sys.argv[1:] or ["--help"])
+
+
+def _run_command(table: dict[str, Command], words: list[str]) -> None:
     command = table.get(words[0])
     parser = build_parser(table)
     if command is None:

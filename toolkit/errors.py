@@ -69,6 +69,12 @@ def first_line(error: BaseException) -> str:
     return type(error).__name__
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether a library in Rust, as tokenizers, gave up: no `Exception`, and of no importable
+    class."""
+    return type(error).__name__ == "PanicException"
+
+
 def last_error(log: Path, start: int = 0) -> str:
     """The last error line of a run's output from byte `start` on, or its last line."""
     lines = log.read_bytes()[start:].decode(errors="replace").strip().splitlines() or [""]
@@ -78,16 +84,22 @@ def last_error(log: Path, start: int = 0) -> str:
     return lines[-1]
 
 
-# escape sequences, line breaks, bidirectional controls, and lone surrogates, which no file can hold
-_UNPRINTABLE = re.compile(
-    r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]+"
+# of a terminal's escape sequences, of directions, and lone surrogates, which no file can hold
+_CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 
+def escape_controls(text: str) -> str:
+    """A text that does nothing to a terminal: control and direction characters, other than line
+    breaks and tabs, become `\\u001b`, which JSON reads as the same character."""
+    return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
 def printable(text: object, limit: int = 1000) -> str:
-    """The first `limit` characters of a text from a peer or a program, safe to print on a
-    terminal."""
-    return _UNPRINTABLE.sub(" ", str(text))[:limit].strip()
+    """The first `limit` characters of a text from a peer or a program, as one line that is safe to
+    print on a terminal."""
+    return " ".join(_CONTROL.sub(" ", str(text)).split())[:limit]
 
 
 def listing(items: Iterable[object], limit: int = 10) -> str:

@@ -24,7 +24,7 @@ from transformers.utils import cached_file
 
 from toolkit.config import PretrainedSettings
 from toolkit.demo import PREFIX, model_path
-from toolkit.errors import UserError, first_line, listing
+from toolkit.errors import UserError, first_line, is_panic, listing
 from toolkit.utils.cache import digest_of_files
 from toolkit.utils.compat import require
 from toolkit.utils.files import refuse_lfs_pointer
@@ -37,7 +37,8 @@ _SOURCE_FILES = (".json", ".txt", ".model", ".safetensors", ".bin", ".onnx", ".x
 
 def load_config(settings: PretrainedSettings) -> Any:
     """Raises UserError for a config that cannot be read."""
-    with explain_load_errors(str(settings.model_name_or_path)) as path:
+    name = str(settings.model_name_or_path)
+    with explain_load_errors(name) as path, quiet_transformers():
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if "/" in str(
         config._attn_implementation
@@ -73,11 +74,11 @@ def full_attention_up_to(block_size: int, num_random_blocks: int) -> int:
     return (5 + 2 * num_random_blocks) * block_size
 
 
-def load_plain_tokenizer(name: str) -> Any:
+def load_plain_tokenizer(name: str, **options: Any) -> Any:
     """Loads the tokenizer of a folder, a hub name or a `demo:` name. Raises UserError, also as
     `refuse_unusable`."""
-    with explain_load_errors(name) as path:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    with explain_load_errors(name) as path, quiet_transformers():
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
     refuse_unusable(tokenizer, name)
     return tokenizer
 
@@ -85,9 +86,13 @@ def load_plain_tokenizer(name: str) -> Any:
 def refuse_unusable(tokenizer: Any, name: str) -> None:
     """Raises UserError for a tokenizer without a vocabulary or a padding token."""
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        raise UserError(
-            f"model {name} has no tokenizer: put tokenizer.json (or vocab.txt) beside it"
-        )
+        remedy = "put tokenizer.json (or vocab.txt) beside it"
+        if (Path(name) / "vocab.txt").is_file():
+            remedy = (
+                'if its vocab.txt is a BERT\'s, put {"tokenizer_class": "BertTokenizer", '
+                '"do_lower_case": true} (or false) into its tokenizer_config.json'
+            )
+        raise UserError(f"model {name} has no tokenizer: {remedy}")
     if tokenizer.pad_token_id is None:
         raise UserError(
             f"{name}: its tokenizer has no padding token: set one in its tokenizer_config.json"
@@ -157,19 +162,32 @@ def explain_load_errors(name: str, attention: str | None = None) -> Iterator[str
         yield model_path(name)
     except UserError:
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         raise UserError(_load_error(name, attention, error)) from error
 
 
-def _load_error(name: str, attention: str | None, error: Exception) -> str:
+def _load_error(name: str, attention: str | None, error: BaseException) -> str:
     reason = first_line(error)
     if "trust_remote_code" in str(error):
         return (
             f"model {name} needs its own Python code, which is not executed: use a model whose "
             "architecture transformers includes"
         )
+    if "ignore_mismatched_sizes" in str(error):
+        return (
+            f"model {name}: its weights have other sizes than its config.json says (for each name in "
+            "id2label an output): use the config.json that belongs to the weights"
+        )
     if attention and re.search("attn|attention|kernel", str(error), re.IGNORECASE):
         return f"--attn_implementation {attention} cannot be used: {reason}"
+    if "backend tokenizer" in str(error):  # of a class that transformers lacks
+        return (
+            f"model {name}: transformers has no class for its tokenizer: train with --tokenizer "
+            "jieba if its vocab.txt has Chinese words, or name another tokenizer_class in its "
+            f"tokenizer_config.json (BertTokenizer, say) [{reason}]"
+        )
     weights = Path(name) / "model.safetensors"
     if weights.is_file() and re.search(r"config\.json|recognize", str(error)):
         return (

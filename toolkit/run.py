@@ -99,8 +99,9 @@ class Run:
         model, by default `settings.model`. Raises UserError for every fault of the files."""
         settings, accelerator = self.settings, self.accelerator
         model = model or settings.model
+        config = load_config(model)  # first: it explains what is wrong with a folder
         self.tokenizer = load_tokenizer(model)
-        data = prepare_data(settings, self.tokenizer, load_config(model), accelerator)
+        data = prepare_data(settings, self.tokenizer, config, accelerator)
         self.data = finish_data(settings, data, self.tokenizer, accelerator)
         # saved with the model: to truncate texts, and to find their columns, as here
         self.tokenizer.model_max_length = data.max_length

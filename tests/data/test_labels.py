@@ -119,17 +119,6 @@ def test_several_columns() -> None:
         refusal(labels.encode, table, match=r"v\.csv, row 2")
 
 
-def test_columns_that_are_no_labels() -> None:
-    for cells, match in (
-        (["a", "a"], "at least two classes"),
-        ([["a"], ["a"]], "at least two classes"),
-        ([f"text {number}" for number in range(490)], "490 different values in 490 rows: is it"),
-        ([{"a": 1}, {"a": 2}], "holds {'a': 1}, no class"),
-        ([[["a"]], [["b"]]], "no class"),
-    ):
-        refusal(labels_of, cells, match=rf"f\.csv: .*'label'.*{match}")
-
-
 @pytest.mark.parametrize(
     ("cells", "settings", "expected"),
     [
@@ -173,14 +162,7 @@ def test_a_label_that_cannot_be_meant_names_file_and_row(
 ) -> None:
     labels = labels_of(training, **settings)
     refusal(encoded, labels, other, match=rf"v\.csv, row 2: .*{expected}")
-
-
-def test_columns_that_are_missing() -> None:
-    other = Table.of(datasets.Dataset.from_dict({"text": ["a"], "y": ["b"]}), "v.csv", "d")
-    require = partial(require_columns, other, setting="label_column", usual=("label",))
-    refusal(require, None, match="name one of text, y with --label_column")
-    refusal(require, "z", match=r"no column 'z'")
-    refusal(labels_of(["a", "b"]).encode, other, match=r"v\.csv has no column 'label'")
+    refusal(labels.encode, columns_table("v.csv"), match=r"v\.csv has no column 'label'")
 
 
 def test_rows_without_labels() -> None:

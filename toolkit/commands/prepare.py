@@ -29,7 +29,8 @@ def run(arguments: list[str]) -> None:
     pretrained = settings.model
     if isinstance(settings.training, LongTrainingSettings):
         pretrained = long_model(settings.model, settings.data.max_length)
-    data = prepare_data(settings, load_tokenizer(pretrained), load_config(pretrained))
+    model_config = load_config(pretrained)
+    data = prepare_data(settings, load_tokenizer(pretrained), model_config)
     for name, split in data.splits.items():
         lengths = split.lengths
         print(

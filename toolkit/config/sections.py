@@ -66,6 +66,9 @@ class PretrainedSettings:
     tokenizer: Literal["jieba"] | None = None
     """`jieba` for a vocabulary of Chinese words, as in chinese-bigbird-base; default: the model's
     tokenizer."""
+    do_lower_case: bool | None = None
+    """Lower-case the texts, for a vocabulary without capitals (bert-base-chinese); default: as the
+    model's tokenizer."""
     dropout: float | None = Field(default=None, ge=0, lt=1)
     """Overrides every dropout probability of the model, and LoRA's."""
     gradient_checkpointing: bool = False
@@ -230,6 +233,17 @@ class DataSettings(TextSettings):
     """Between the names in one cell of several labels, `|`; default: cells are JSON lists."""
     text_pair: str | None = None
     """The column of a second text, for pairs: `[CLS] text [SEP] pair [SEP]`."""
+    truncation_side: Literal["left", "right"] | None = None
+    """The end of a text that is dropped if it is longer than `max_length`; default: the
+    tokenizer's, mostly right."""
+    head_tokens: int | None = Field(default=None, ge=1)
+    """Of a text longer than `max_length` read this many of the first tokens, and the last ones."""
+
+    @staticmethod
+    def contradictions(values: Values) -> Iterator[str]:
+        yield from TextSettings.contradictions(values)
+        yield from conflict(values, "head_tokens", "truncation_side", "it reads both ends")
+        yield from conflict(values, "head_tokens", "text_pair", "it is for single texts")
 
 
 @section

@@ -1,6 +1,7 @@
 """Texts -> tokens, a block of texts at a time, by threads.
 
-The tokens are those that `tokenizer(texts, truncation="longest_first", max_length=...)` returns."""
+The tokens are those that `tokenizer(texts, truncation="longest_first", max_length=...)` returns;
+of a long text with `head_tokens` its first and its last ones."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from toolkit.data.table import TextBlock
+from toolkit.data.tokenizer import HEAD_TOKENS, reading_beginnings
 from toolkit.data.tokens import Split
+from toolkit.errors import UserError
 from toolkit.utils.progress import Progress
 
 _BLOCK_TEXTS = 2000
@@ -53,7 +56,9 @@ def encode_blocks(
     tokenizer(["a"], truncation="longest_first", max_length=max_length)
     encode = _encode_slowly
     workers = 1
-    if getattr(tokenizer, "is_fast", False):
+    if tokenizer.init_kwargs.get(HEAD_TOKENS):
+        encode = _encode_ends
+    elif getattr(tokenizer, "is_fast", False):
         encode = _encode_fast
         workers = (
             2  # one waits for the tokenizer's own threads while the other makes arrays
@@ -97,6 +102,24 @@ def _encode_slowly(tokenizer: Any, max_length: int, texts: TextBlock) -> Block:
         return_token_type_ids=_has_types(tokenizer, texts),
     )
     return _block(batch["input_ids"], batch.get("token_type_ids"), 0)
+
+
+def _encode_ends(tokenizer: Any, max_length: int, texts: TextBlock) -> Block:
+    """The first `head_tokens` tokens of a long text, and its last ones. Raises UserError for
+    pairs."""
+    head = tokenizer.init_kwargs[HEAD_TOKENS]
+    if len(texts) > 1:
+        raise UserError(
+            f"pairs cannot be read with head_tokens ({head}, as the model was trained): pass "
+            "--truncation_side right in training, or no --text_pair"
+        )
+    mask = tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
+    first = mask.index(0) + head  # after [CLS]
+    last = max_length - first  # with [SEP]
+    ids = tokenizer(list(texts[0]), verbose=False)["input_ids"]
+    cut = [each if len(each) <= max_length else each[:first] + each[-last:] for each in ids]
+    truncated = sum(len(each) > max_length for each in ids)
+    return _block(cut, None, truncated)
 
 
 def _has_types(tokenizer: Any, texts: TextBlock) -> bool:
@@ -156,7 +179,9 @@ def encode_texts(
 
 
 def truncate_split(split: Split, tokenizer: Any, max_length: int, name: str) -> Split:
-    """The same samples with at most `max_length` tokens each, for a split whose texts are saved."""
+    """The same samples with their first `max_length` tokens at most, for a split whose texts are
+    saved."""
+    tokenizer = reading_beginnings(tokenizer)
     texts = list(zip(*split.saved_texts(), strict=True))
     arrays: dict[str, Any] = encode_texts(tokenizer, texts, max_length)
     if split.token_types is None:  # the model may have none

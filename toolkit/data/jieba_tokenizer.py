@@ -12,11 +12,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
-import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -93,18 +91,18 @@ def words_first(tokenizer: Any) -> Any:
     return segmenting
 
 
-def load_words_first(name: str) -> Any:
+def load_words_first(name: str, **options: Any) -> Any:
     """`words_first` of the tokenizer of a folder or hub name that may have only BERT's vocab.txt.
 
     `AutoTokenizer` reads `tokenizer_class`, which may not exist, then `model_type`: for a BigBird
     with a vocab.txt it makes an empty sentencepiece tokenizer. Raises UserError as `words_first`
     does, and transformers' errors."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
     except ValueError:
         tokenizer = None
     if not _is_wordpiece(tokenizer):
-        bert = BertTokenizerFast.from_pretrained(name)
+        bert = BertTokenizerFast.from_pretrained(name, **options)
         # which without a vocabulary has only the special tokens
         if tokenizer is None or len(bert) > len(bert.all_special_tokens):
             tokenizer = bert
@@ -115,15 +113,6 @@ def _is_wordpiece(tokenizer: Any) -> bool:
     """Whether it is a fast tokenizer with BERT's kind of vocabulary."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return isinstance(getattr(backend, "model", None), WordPiece)
-
-
-def is_jieba(folder: Path) -> bool:
-    """Whether the tokenizer in a model's folder has the key `words_first`."""
-    path = folder / "tokenizer_config.json"
-    if not path.is_file():
-        return False
-    config = json.loads(path.read_text(encoding="utf-8"))
-    return bool(config.get(MARK))
 
 
 class WordBackend:

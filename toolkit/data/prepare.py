@@ -23,16 +23,18 @@ from toolkit.data.read import read_tables
 from toolkit.data.select import Samples, data_seed, select_samples
 from toolkit.data.table import Table
 from toolkit.data.targets import Targets, targets_of
-from toolkit.data.token_files import Counts, load_split, save_texts, save_tokens
+from toolkit.data.token_files import load_split, save_texts, save_tokens
 from toolkit.data.tokenizer import (
+    HEAD_TOKENS,
     choose_max_length,
     fingerprint,
     has_token_types,
     refuse_foreign_tokenizer,
     separator_of,
+    set_truncation,
 )
 from toolkit.data.tokens import Split
-from toolkit.errors import UserError
+from toolkit.data.unknown import unknown_notes
 from toolkit.utils.cache import cached_folder, digest_of_text
 from toolkit.utils.features import features
 
@@ -51,9 +53,6 @@ _SOURCES = (
     "model_name_or_path",
 )
 """Settings that may differ between machines: their content is compared."""
-WARN_UNKNOWN = 0.05
-"""A share of all tokens; “ and ” are unknown to bert-base-chinese."""
-MAX_UNKNOWN = 0.5
 
 
 @dataclass(frozen=True)
@@ -121,6 +120,7 @@ def prepare_data(
         launch.require_equal(accelerator, "the settings", values)
     targets_class = targets_of(settings)
     targets_class.check(settings, tokenizer)
+    set_truncation(tokenizer, settings.data)
     refuse_foreign_tokenizer(tokenizer, model_config)
     tables = read_tables(settings.data)
     facts = _facts(settings, tokenizer, model_config, tables)
@@ -155,6 +155,8 @@ def _facts(
     )
     facts["token types"] = "token_type_ids" in tokenizer.model_input_names
     facts["separator"] = separator_of(tokenizer)
+    facts["truncation_side"] = tokenizer.truncation_side
+    facts[HEAD_TOKENS] = tokenizer.init_kwargs.get(HEAD_TOKENS)
     if "validation" not in tables or data.max_train_samples or data.max_eval_samples:
         facts["seed"] = data_seed(settings)
     for split, table in tables.items():
@@ -202,23 +204,9 @@ def _write_split(
     blocks = encode_blocks(tokenizer, texts, max_length, len(table), f"tokens of {split}")
     counts = save_tokens(folder, blocks, unknown=tokenizer.unk_token_id)
     np.save(folder / "rows.npy", table.row_numbers)
-    yield from _token_notes(split, counts, len(table), max_length)
-
-
-def _token_notes(split: str, counts: Counts, rows: int, max_length: int) -> Iterator[str]:
-    """Raises UserError if most tokens are unknown: the model cannot read the language of the
-    texts."""
-    unknown = counts.unknown / max(1, counts.tokens)
-    share = f"{split}: {100 * unknown:.0f} % of the tokens are unknown to this model's tokenizer"
-    if unknown > MAX_UNKNOWN:
-        raise UserError(
-            f"{share}: choose a --model_name_or_path that reads the language of these texts "
-            "(bert-base-chinese, say)"
-        )
-    if unknown > WARN_UNKNOWN:
-        yield f"{share}: does it read the language of these texts?"
+    yield from unknown_notes(split, counts, table, tokenizer)
     if counts.truncated:
-        share = f"{100 * counts.truncated / rows:.1f} %"
+        share = f"{100 * counts.truncated / len(table):.1f} %"
         yield f"{split}: {share} of the texts are cut at {max_length} tokens (--max_length)"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,8 @@ class Counts:
     unknown: int = 0
     """Unknown tokens."""
     tokens: int = 0
+    has_unknown: list[np.ndarray] = field(default_factory=list)
+    """(texts,) bool of each block: whether a text has an unknown token."""
 
 
 def save_tokens(
@@ -90,7 +92,11 @@ def save_tokens(
                 append_types(block.types)
             counts.tokens += len(block.ids)
             counts.truncated += block.truncated
-            counts.unknown += int((block.ids == unknown).sum())
+            seen = np.append(0, np.cumsum(block.ids == unknown))
+            ends = np.cumsum(block.lengths)
+            in_text = seen[ends] - seen[ends - block.lengths]  # (texts,)
+            counts.unknown += int(seen[-1])
+            counts.has_unknown.append(in_text > 0)
     return counts
 
 

@@ -4,6 +4,7 @@ What differs between models (padding side, token types, positions) is decided he
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from typing import Any
@@ -13,6 +14,9 @@ from toolkit.config import PretrainedSettings
 from toolkit.data.jieba_tokenizer import MARK, load_words_first, words_first
 from toolkit.errors import UserError
 
+HEAD_TOKENS = "head_tokens"
+"""The key in tokenizer_config.json, which transformers saves, loads (to `init_kwargs`) and does not
+interpret: how many of a long text's first tokens are read, before its last ones."""
 _OWN_POSITIONS = ("camembert", "mpnet", "longformer", "data2vec-text", "xmod")
 """Architectures that count positions from pad_token_id + 1, as RoBERTa does."""
 
@@ -20,19 +24,56 @@ _OWN_POSITIONS = ("camembert", "mpnet", "longformer", "data2vec-text", "xmod")
 def load_tokenizer(settings: PretrainedSettings) -> Any:
     """One that puts the CLS token first pads on the right: padding before it would shift BERT's
     positions, and a text's outputs would depend on the longest of its batch. Raises UserError when
-    there is none, it cannot pad, or it does not support `--tokenizer`."""
+    there is none, it cannot pad, or it does not support `--tokenizer` or `--do_lower_case`."""
     name = str(settings.model_name_or_path)
+    options = {}
+    if settings.do_lower_case is not None:
+        options["do_lower_case"] = settings.do_lower_case
     if settings.tokenizer == "jieba":
         with pretrained.explain_load_errors(name) as path:
-            tokenizer = load_words_first(path)
+            tokenizer = load_words_first(path, **options)
         pretrained.refuse_unusable(tokenizer, name)
     else:
-        tokenizer = pretrained.load_plain_tokenizer(name)
+        tokenizer = pretrained.load_plain_tokenizer(name, **options)
         if getattr(tokenizer, "init_kwargs", {}).get(MARK):
             tokenizer = words_first(tokenizer)
+    if options:
+        _check_case(tokenizer, **options)
     begins_with_cls = tokenizer.cls_token_id in tokenizer("a")["input_ids"][:1]
     if begins_with_cls:
         tokenizer.padding_side = "right"
+    return tokenizer
+
+
+def _check_case(tokenizer: Any, do_lower_case: bool) -> None:
+    """Raises UserError for a tokenizer that ignores the option."""
+    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    lowers = normalizer is not None and "a" in normalizer.normalize_str("A")
+    if lowers != do_lower_case:
+        raise UserError(
+            f"--do_lower_case {do_lower_case}: {type(tokenizer).__name__} has no such option: "
+            "leave it out, and change the texts"
+        )
+
+
+def set_truncation(tokenizer: Any, settings: Any) -> None:
+    """Sets which tokens of a long text are read, as the section of a task's data says, for this run
+    and everyone who loads its model; a task without these settings reads the beginning."""
+    side = getattr(settings, "truncation_side", None)
+    if side:
+        tokenizer.truncation_side = side
+        tokenizer.init_kwargs["truncation_side"] = side
+    if not hasattr(settings, HEAD_TOKENS) or side:
+        tokenizer.init_kwargs.pop(HEAD_TOKENS, None)
+    elif settings.head_tokens:
+        tokenizer.init_kwargs[HEAD_TOKENS] = settings.head_tokens
+
+
+def reading_beginnings(tokenizer: Any) -> Any:
+    """A copy that truncates texts at their end."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.truncation_side = "right"
+    tokenizer.init_kwargs.pop(HEAD_TOKENS, None)
     return tokenizer
 
 
@@ -43,13 +84,13 @@ def separator_of(tokenizer: Any) -> str:
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Equal for tokenizers that make the same tokens."""
+    """Equal for tokenizers that make the same tokens of a text that they need not truncate."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         state = json.loads(backend.to_str())
         state.pop("truncation", None)
         state.pop("padding", None)
-        described = json.dumps([state, tokenizer.truncation_side], sort_keys=True)
+        described = json.dumps(state, sort_keys=True)
     else:
         vocabulary = sorted(tokenizer.get_vocab().items())
         described = json.dumps([vocabulary, repr(tokenizer)])
@@ -62,7 +103,8 @@ def fingerprint(tokenizer: Any) -> str:
 def refuse_foreign_tokenizer(tokenizer: Any, config: Any) -> None:
     """Raises UserError when a token has no row in the model's embeddings."""
     rows = getattr(pretrained.encoder_config(config), "vocab_size", None)
-    highest = max(tokenizer.get_vocab().values())
+    added = [*tokenizer("a")["input_ids"], *tokenizer("a", "a")["input_ids"]]
+    highest = max(*tokenizer.get_vocab().values(), *added)
     if rows and highest >= rows:
         raise UserError(
             f"the tokenizer has a token with id {highest} and the model {rows} rows: they are of "
@@ -80,7 +122,7 @@ def choose_max_length(
     max_length: int | None, tokenizer: Any, config: Any, pair: bool = False
 ) -> int:
     """`max_length`, or by default the model's limit. Raises UserError if the model has fewer
-    positions."""
+    positions, or no token is left for the text, or for its end after `head_tokens`."""
     config = pretrained.encoder_config(config)
     positions = getattr(config, "max_position_embeddings", None) or 0
     kind = getattr(config, "model_type", "")
@@ -88,15 +130,27 @@ def choose_max_length(
         positions -= (config.pad_token_id or 0) + 1
     if max_length is None:
         limits = [positions, tokenizer.model_max_length]
-        return min((limit for limit in limits if 0 < limit < 10**6), default=512)
+        max_length = min((limit for limit in limits if 0 < limit < 10**6), default=512)
     special = tokenizer.num_special_tokens_to_add(pair)
     if max_length <= special:
         raise UserError(
             f"--max_length {max_length} leaves no token for the text: the tokenizer adds {special} "
             "special tokens"
         )
+    head = tokenizer.init_kwargs.get(HEAD_TOKENS, 0)
+    if head and max_length <= special + head:
+        raise UserError(
+            f"--head_tokens {head} leaves none of {max_length} tokens (--max_length) for the end "
+            f"of a text: pass at most {max_length - special - 1}"
+        )
     if 0 < positions < max_length:
+        longer = ""
+        if kind == "bert":
+            longer = (
+                ", or train a BigBird of it (recipes/bigbird.py, or toolkit to-bigbird)"
+            )
         raise UserError(
             f"--max_length {max_length}: the model has {positions} positions; pass at most that"
+            f"{longer}"
         )
     return max_length

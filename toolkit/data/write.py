@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from toolkit.data.label_cells import to_float
 from toolkit.data.text_files import DELIMITERS, OPENERS, format_of
 from toolkit.errors import UserError
+
+_FORMULA = re.compile(r"\s*[=+@-].")
 
 
 def write_rows(
@@ -44,6 +48,14 @@ def write_rows(
     except csv.Error as error:
         why = "--quoting none cannot write a cell that contains the delimiter"
         raise UserError(f"{output}: {why}: name an output that ends in .jsonl") from error
+
+
+def without_formula(cell: Any) -> Any:
+    """A text that a spreadsheet would compute, such as `=HYPERLINK(...)`, with an apostrophe before
+    it, which makes it a text; others, and numbers, as they are."""
+    if isinstance(cell, str) and _FORMULA.match(cell) and to_float(cell) is None:
+        return f"'{cell}"
+    return cell
 
 
 def output_format(path: Path) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -159,11 +160,18 @@ def labels_of(config: Any) -> Labels:
             f"{where} has {has}, and needs a name for 0 to {config.num_labels - 1}"
         )
     names = tuple(str(config.id2label[index]) for index in range(config.num_labels))
+    if not all(map(str.strip, names)) or "None" in names:
+        raise UserError(f"{where} has an output without a name: name each")
     if len(set(names)) < len(names):  # metrics would count both as the last of them
-        repeated = next(name for name in names if names.count(name) > 1)
+        [(repeated, _)] = Counter(names).most_common(1)
         raise UserError(f"{where} names several outputs {repeated!r}: rename them")
     # one output without a type is a number, as in transformers: a reranker's, say
     problem_type = config.problem_type or ("regression" if len(names) == 1 else _SINGLE)
+    if problem_type not in get_args(ProblemType):
+        kinds = listing(get_args(ProblemType))
+        raise UserError(
+            f"{config.name_or_path}: problem_type {problem_type!r} in config.json is none of {kinds}"
+        )
     return Labels(problem_type, names, ())
 
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from toolkit.errors import UserError, first_line, system_error_line
+from toolkit.errors import UserError, first_line, is_panic, system_error_line
 from toolkit.launch.environment import ERROR_FILE, Place, place_of, timeout_seconds
 from toolkit.launch.heartbeat import Board, Failure
 from toolkit.launch.options import take_options
@@ -113,6 +113,11 @@ def run(main: Callable[[], None], relaunches: bool = True) -> None:
         fail(replace(_failure(str(error)), permanent=True))
     except Exception as error:
         fail(_describe(error))
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        why = "the model's tokenizer.json is damaged, or of another version of tokenizers"
+        fail(_failure(f"a library gave up [{first_line(error)}]: {why}"))
 
 
 def _failure(message: str, trace: str = "") -> Failure:

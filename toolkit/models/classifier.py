@@ -39,6 +39,8 @@ from toolkit.utils.modules import autograd_leaves
 _ADAPTER = "adapter_config.json"
 _NOWHERE = {"subfolder": "not-applied"}
 """Where `from_pretrained` looks for an adapter."""
+_OTHER_HEAD = re.compile(r"(?!vocab_|lm_|qa_)\w+(\.\d+)?\.weight")
+"""The weight of a head that somebody's own class has named (`fc.weight`), not one of pretraining."""
 _LAYER = re.compile(r"\blayers?\.(\d+)\.")
 
 
@@ -83,6 +85,8 @@ def load_classifier(settings: ModelSettings, labels: Any, seed: int) -> Any:
         log_on_rank_0(
             f"{name}: its classifier is new, as it had {len(saved_names)} classes"
         )
+    if _other_head(loading):
+        log_on_rank_0(f"{name}: its classifier is new. {_other_head(loading)}")
     _change_layers(model, settings, seed)
     configure(model, settings)
     read_first_token_only(model)
@@ -91,6 +95,18 @@ def load_classifier(settings: ModelSettings, labels: Any, seed: int) -> Any:
             model = add_lora(model, settings, new)
         freeze_unused(model)
     return model
+
+
+def _other_head(loading: Any) -> str:
+    """What to do with a head whose name transformers does not know; empty if there is none."""
+    missing = sorted(key for key in loading["missing_keys"] if key.endswith(".weight"))
+    others = sorted(filter(_OTHER_HEAD.fullmatch, loading["unexpected_keys"]))
+    if not missing or not others:
+        return ""
+    return (
+        f"If {listing(others)} of the file is its head, rename it to {missing[-1]}, and its bias "
+        "alike (safetensors.torch.load_file, save_file)"
+    )
 
 
 def _fit_head(model: Any, saved: list[str], labels: Any, seed: int) -> str:
@@ -231,10 +247,13 @@ def load_saved_classifier(settings: ModelSettings) -> Any:
     config = load_config(settings)
     model, loading = from_pretrained(AutoModelForSequenceClassification, name, config)
     if loading["missing_keys"]:
+        remedy = _other_head(loading) or (
+            "Fine-tune it first, pass a run's model folder, or load it with the class of the recipe "
+            "that changed the model"
+        )
         raise UserError(
             f"{name} lacks {listing(sorted(loading['missing_keys']), 2)}: with no trained "
-            "classification head its predictions would be random. Fine-tune it first, pass a run's "
-            "model folder, or load it with the class of the recipe that changed the model"
+            f"classification head its predictions would be random. {remedy}"
         )
     configure_decoder(model.config, name)
     choose_attention(model, settings.attn_implementation)

@@ -8,12 +8,14 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from toolkit import __version__
-from toolkit.data.jieba_tokenizer import is_jieba
+from toolkit.data.jieba_tokenizer import MARK
 from toolkit.report.files import write_atomically
 from toolkit.report.model_class import architecture
 from toolkit.report.record import Record, hub_name, results
 from toolkit.report.templates import render
+from toolkit.utils.files import read_table
 
+_TOKENIZER = "tokenizer_config.json"
 # rows of the table of settings, where they are set
 _HYPERPARAMETERS = (
     "optimizer", "learning_rate", "lr_scheduler_type", "warmup_ratio", "warmup_steps",
@@ -35,6 +37,9 @@ def write_card(model_folder: Path, run_folder: Path, step: int | None = None) ->
     title = f"{record.base_model.rsplit('/', 1)[-1]} fine-tuned on {record.data_name}"
     dataset = hub_name(settings.get("dataset_name"))
     metrics = results(last.numbers)
+    tokenizer: dict[str, Any] = {}
+    if (model_folder / _TOKENIZER).is_file():  # a user's own may have none
+        tokenizer = read_table(model_folder / _TOKENIZER)
     # without a licence, which we do not know
     front_matter = ModelCardData(
         base_model=hub_name(settings["model_name_or_path"]),
@@ -53,7 +58,8 @@ def write_card(model_folder: Path, run_folder: Path, step: int | None = None) ->
         "title": title,
         "task": task,
         "toolkit_version": __version__,
-        "jieba": settings.get("tokenizer") == "jieba" or is_jieba(model_folder),
+        "tokenizer": tokenizer,
+        "jieba": settings.get("tokenizer") == "jieba" or MARK in tokenizer,
         "hyperparameters": _hyperparameters(record),
     }
     write_atomically(model_folder / "README.md", [render("card.md", context)])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit import demo, launch
 from toolkit.config import ModelSettings
+from toolkit.errors import escape_controls
 from toolkit.evaluation import Evaluation
 from toolkit.models import lora
 from toolkit.training.optimizer import unwrapped_optimizer
@@ -142,7 +143,7 @@ def write_results(run: Run, evaluation: Evaluation, seconds: float) -> None:
         f"  {folder}/model/       weights in {run.settings.training.save_dtype}, and their card",
         *feature_lines,
     ]
-    print("\n".join(lines), flush=True)
+    print(escape_controls("\n".join(lines)), flush=True)
 
 
 def write_pages(folder: Path, best_step: int) -> None:

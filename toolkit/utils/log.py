@@ -9,8 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from typing import Any, TextIO
 
 from tqdm import tqdm
+
+from toolkit.errors import escape_controls
 
 logger = logging.getLogger("toolkit")
 
@@ -20,10 +23,24 @@ class _StandardError:
     bar."""
 
     def write(self, text: str) -> None:
-        tqdm.write(text, file=sys.stderr, end="")
+        tqdm.write(escape_controls(text), file=sys.stderr, end="")
 
     def flush(self) -> None:
         sys.stderr.flush()
+
+
+class PlainOutput:
+    """A text stream to which what strangers wrote, as class names, cannot send control
+    characters."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(escape_controls(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def configure() -> None:

@@ -22,7 +22,7 @@ from toolkit.data.labels import REGRESSION
 from toolkit.data.table import Table
 from toolkit.data.text_files import DELIMITERS, encoding_of, format_of
 from toolkit.data.tokens import Split
-from toolkit.data.write import output_format, write_rows
+from toolkit.data.write import output_format, without_formula, write_rows
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.answers import DECISIONS, Answers, ClassAnswers
 from toolkit.features.predict.job import Job, empty_rows, sibling
@@ -157,6 +157,11 @@ def _compute(job: Job, parts: Parts, finished: dict[str, int], names: list[str])
         empty += split.rows[empty_rows(texts)].tolist()
         if outputs is not None:
             columns = columns_of(job.saved.answers, outputs, names)
+            if output_format(parts.output) in DELIMITERS:
+                columns = {
+                    name: [without_formula(cell) for cell in cells]
+                    for name, cells in columns.items()
+                }
             parts.write(part, columns)
             unanswered += columns[names[0]].count(None)
     job.warn_of_empty(empty, count)

@@ -14,7 +14,9 @@ from toolkit.data.encode import encode_blocks
 from toolkit.data.table import Table, TextBlock
 from toolkit.data.targets import Targets
 from toolkit.data.token_files import save_texts, save_tokens
+from toolkit.data.tokenizer import reading_beginnings
 from toolkit.data.tokens import Split, gather_slices, read_lines
+from toolkit.data.unknown import unknown_notes
 from toolkit.errors import UserError
 from toolkit.utils.extras import require_extra
 
@@ -128,14 +130,16 @@ class Titles(Targets):
         # + 1: the start token, which is not predicted
         length = self.max_length + 1
         name = f"titles of {folder.name}"
-        tokens = encode_blocks(tokenizer, titles, length, len(table), name)
-        counts = save_tokens(folder, tokens, "target_ids", "target_offsets")
-        if not counts.truncated:
-            return []
-        share = f"{counts.truncated} of {len(table)}"
-        return [
-            f"{name}: {share} are cut at {self.max_length} tokens (--max_target_length)"
-        ]
+        reader = reading_beginnings(tokenizer)
+        tokens = encode_blocks(reader, titles, length, len(table), name)
+        unknown = tokenizer.unk_token_id
+        counts = save_tokens(folder, tokens, "target_ids", "target_offsets", unknown)
+        notes = list(unknown_notes(name, counts, table.read([self.column], ""), tokenizer))
+        if counts.truncated:
+            share = f"{counts.truncated} of {len(table)}"
+            limit = f"{self.max_length} tokens (--max_target_length)"
+            notes.append(f"{name}: {share} are cut at {limit}")
+        return notes
 
     def facts(self) -> dict[str, Any]:
         settings = {"title_column": self.column, "max_target_length": self.max_length}

@@ -1,0 +1,104 @@
+"""Words that a tokenizer does not know: which, and what makes it read them."""
+
+from __future__ import annotations
+
+import copy
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from toolkit.data.table import Table
+from toolkit.data.token_files import Counts
+from toolkit.errors import UserError, listing
+
+_WARN_TEXTS = 0.01
+"""A share of the texts."""
+_MAX_TOKENS = 0.5
+"""A share of the tokens."""
+_MIN_READ = 0.05
+"""A share of the unknown words, for a remedy to be named."""
+_MOST_TEXTS = 500
+_MOST_CHARACTERS = 5000
+_SHOWN_CHARACTERS = 20
+
+
+def unknown_notes(
+    split: str, counts: Counts, table: Table, tokenizer: Any
+) -> Iterator[str]:
+    """What the model cannot read of the texts of `table`, if that is in more than a few training
+    texts. Raises UserError if most tokens are unknown."""
+    has_unknown = np.concatenate(counts.has_unknown)
+    share = float(has_unknown.mean())
+    is_foreign = counts.unknown > _MAX_TOKENS * counts.tokens
+    if not is_foreign and ("train" not in split or share < _WARN_TEXTS):
+        return
+    words = _describe(tokenizer, table.select(np.flatnonzero(has_unknown)))
+    line = f"{split}: {100 * share:.3g} % of the texts have words unknown to the model: {words}"
+    if is_foreign:
+        raise UserError(
+            f"{line}; or choose a --model_name_or_path that reads the language of these texts "
+            "(bert-base-chinese, say), as most of the tokens are unknown"
+        )
+    yield line
+
+
+def _describe(tokenizer: Any, table: Table) -> str:
+    """The most frequent unknown words of some of the texts, and the remedies with which the
+    tokenizer reads them."""
+    # a copy: calls change its truncation, which would be saved with the model
+    tokenizer = copy.deepcopy(tokenizer)
+    places = np.arange(0, len(table), 1 + len(table) // _MOST_TEXTS)
+    counts: Counter[str] = Counter()
+    for columns in table.select(places).texts():
+        for texts in columns:
+            counts.update(_unknown_words(tokenizer, texts))
+    words = counts.most_common()
+    parts = [listing(f"{word[:_SHOWN_CHARACTERS]} ({count})" for word, count in words)]
+    for remedy, change in _remedies(tokenizer):
+        if not words:
+            break
+        changed = [(change(word), count) for word, count in words]
+        unread = _unread(tokenizer, changed)
+        read = sum(count for _, count in changed) - sum(count for _, count in unread)
+        if read > _MIN_READ * counts.total():
+            parts.append(f"{remedy} {100 * read / counts.total():.0f} % of them")
+            words = unread
+    return "; ".join(parts)
+
+
+def _unknown_words(tokenizer: Any, texts: Sequence[str]) -> Iterator[str]:
+    if not tokenizer.is_fast:  # it has no offsets
+        return
+    texts = [text[:_MOST_CHARACTERS] for text in texts]
+    encoded = tokenizer(texts, return_offsets_mapping=True, verbose=False)
+    rows = zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True)
+    for text, ids, offsets in rows:
+        for token, (start, end) in zip(ids, offsets, strict=True):
+            if token == tokenizer.unk_token_id:
+                yield text[start:end].strip()
+
+
+def _unread(tokenizer: Any, words: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Those of the words (with their counts) that are unknown."""
+    ids = tokenizer([word for word, _ in words])["input_ids"]
+    pairs = zip(words, ids, strict=True)
+    return [word for word, tokens in pairs if tokenizer.unk_token_id in tokens]
+
+
+def _remedies(tokenizer: Any) -> Iterator[tuple[str, Callable[[str], str]]]:
+    """What to do, and what that makes of a word."""
+    keeps_case = getattr(tokenizer, "do_lower_case", None) is False
+    if keeps_case and "A" not in tokenizer.get_vocab():
+        yield "--do_lower_case true reads", _lower_case
+    remedy = "unicodedata.normalize('NFKC', text) in all files makes readable"
+    yield remedy, partial(unicodedata.normalize, "NFKC")
+
+
+def _lower_case(word: str) -> str:
+    """As BERT's tokenizer does it: without accents, too."""
+    letters = unicodedata.normalize("NFD", word.lower())
+    return "".join(each for each in letters if unicodedata.category(each) != "Mn")
