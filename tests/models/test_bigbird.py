@@ -3,6 +3,7 @@ flex_attention, too (on a GPU: tests/test_gpu.py).
 """
 
 import copy
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -269,7 +270,7 @@ def test_a_backward_kernel_that_cannot_be_compiled(monkeypatch: Any) -> None:
 
     backend = aot_autograd(fw_compiler=lambda graph, inputs: graph.forward, bw_compiler=broken)
     kernel = torch.compile(attend, backend=backend, fullgraph=True)
-    monkeypatch.setattr(ways, "_compiled", lambda: kernel)
+    monkeypatch.setattr(ways, "_compiled", functools.cache(lambda: kernel))
     reference = make(num_hidden_layers=1)
     with pytest.warns(UserWarning, match="no valid choice"):
         compare(fast(reference, "flex"), reference, batch(1024, "right"), 1e-4, 1e-4)

@@ -23,9 +23,21 @@ from toolkit.features.decisions.decisions import Decisions, saved_decisions
 from toolkit.features.decisions.feature import DecisionSettings
 from toolkit.features.decisions.tune import best_threshold, check, tune
 
+
+def make_files(folder: Path) -> None:
+    table = pd.read_csv(inputs.reviews())
+    table[:70].to_csv(folder / "train.csv", index=False)
+    table[70:].to_csv(folder / "test.csv", index=False)
+
+
+def file(name: str) -> Path:
+    return inputs.shared("decisions", make_files) / name
+
+
 COMMON = [*TINY, "--max_steps", 8, "--eval_every", 2, "--checkpoint_every", 4, "--learning_rate", "1e-2",
           "--global_batch_size", 20, "--per_device_batch_size", 6, "--metric_for_best_model", "loss"]  # fmt: skip
-PLAIN = [*COMMON, "--train_file", inputs.reviews, "--test_file", inputs.reviews]
+FILES = ["--train_file", partial(file, "train.csv"), "--test_file", partial(file, "test.csv")]
+PLAIN = [*COMMON, *FILES]
 SETTINGS = "--positive_class neg --calibrate --abstain_below 0.55 --tune_thresholds".split()
 TUNED = ["--calibrate", "--tune_thresholds", "f1"]
 JOBS = {
@@ -58,7 +70,7 @@ def test_the_same_under_every_launch(name: str) -> None:
 def test_the_test_rows_are_evaluated_with_and_without_decisions() -> None:
     run, plain = run_of("single", "two"), run_of("single", "plain")
     last, without = (lines_of(folder / "eval.jsonl")[-1] for folder in (run, plain))
-    assert (last["split"], last["num_samples"]) == ("test", 211)
+    assert (last["split"], last["num_samples"]) == ("test", 141)
     assert "decisions" not in without
     effect = last["decisions"]
     before = effect["before"]
@@ -70,16 +82,16 @@ def test_the_test_rows_are_evaluated_with_and_without_decisions() -> None:
     guess = np.where(chances[:, 0] > effect["thresholds"]["neg"], 0, 1)
     correct = np.array([names[c] == line["label"] for c, line in zip(guess, lines, strict=True)])
     assert last["accuracy"] == pytest.approx(correct.mean())
-    sure = chances[np.arange(211), guess] >= 0.55
-    assert 0 < effect["answered"] == sure.sum() < 211
+    sure = chances[np.arange(141), guess] >= 0.55
+    assert 0 < effect["answered"] == sure.sum() < 141
     assert effect["accuracy_of_answered"] == pytest.approx(correct[sure].mean())
 
 
 def test_all_that_loads_the_model_applies_decisions(tmp_path: Path, no_launcher: None) -> None:
-    run, rows, out = run_of("single", "two"), pd.read_csv(inputs.reviews()), tmp_path / "out.csv"
+    run, rows, out = run_of("single", "two"), pd.read_csv(file("test.csv")), tmp_path / "out.csv"
     expected = [line["prediction"] for line in lines_of(run / "predictions.jsonl")]
     assert None in expected
-    start(["toolkit", "predict", run / "model", inputs.reviews(), "--output", out]).succeeded()
+    start(["toolkit", "predict", run / "model", file("test.csv"), "--output", out]).succeeded()
     written = pd.read_csv(out)["prediction"]
     assert [None if pd.isna(cell) else cell for cell in written] == expected
     assert [line["prediction"] for line in toolkit.predict(run / "model", rows["text"])] == expected
@@ -104,7 +116,7 @@ def test_a_finished_run_is_tuned_again_with_other_settings(tmp_path: Path) -> No
     last = lines_of(run / "eval.jsonl")[-1]
     models = json.loads((run / "baselines.json").read_text())["models"]
     assert models["this model"]["accuracy"]["value"] == pytest.approx(last["accuracy"])
-    answered = f"{last['decisions']['answered']} of 211"
+    answered = f"{last['decisions']['answered']} of 141"
     for page in ("report.html", "model/README.md"):
         assert answered in " ".join((run / page).read_text().split())
     train(*words_of(PLAIN), "--output_dir", run)
