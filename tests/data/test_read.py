@@ -74,7 +74,7 @@ def test_encodings(write_rows: WriteRows, kind: str) -> None:
     assert read_file(marked, encoding="gb18030").rows.to_list() == rows
     wide = write_rows(f"d.{kind}", rows, "utf-16")
     assert read_file(wide).rows.to_list() == rows
-    assert "--encoding gbk8" in fault_of(utf8, encoding="gbk8")
+    assert "--encoding 'gbk8'" in fault_of(utf8, encoding="gbk8")
 
 
 def test_what_is_no_file_to_read(tmp_path: Path) -> None:

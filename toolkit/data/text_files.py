@@ -88,7 +88,7 @@ def open_text(path: Path, settings: TextSettings) -> io.TextIOWrapper:
     try:
         return io.TextIOWrapper(open_bytes(path), encoding, errors, newline="\n")
     except LookupError as error:
-        raise UserError(f"--encoding {encoding}: Python has no such encoding") from error
+        raise UserError(f"--encoding {encoding!r}: Python has no such encoding") from error
 
 
 def encoding_fault(path: Path, encoding: str) -> str:

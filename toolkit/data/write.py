@@ -38,8 +38,9 @@ def write_rows(
             else:
                 file.writelines(f"{line}\n" for line in _json_lines(tables))
     except (UnicodeEncodeError, LookupError) as error:
+        remedy = "name an output that ends in .parquet"
         raise UserError(
-            f"--encoding {encoding} cannot write {output}: {error}: name an output that ends in .parquet"
+            f"--encoding {encoding} cannot write {output}: {error}: {remedy}"
         ) from error
     except csv.Error as error:
         why = "--quoting none cannot write a cell that contains the delimiter"

@@ -74,7 +74,7 @@ def fitting_settings(name: str, file: str, text_column: str | None) -> dict[str,
     suffixes = Path(trained.get("train_file", "").lower()).suffixes
     if not path.is_file() or format_of(path) not in suffixes:
         return {}
-    fitting = {name: trained[name] for name in REMEMBERED if name in trained}
+    fitting = {each: trained[each] for each in REMEMBERED if each in trained}
     if "encoding" in fitting and not undecodable_lines(path, "utf-8")[1]:
         del fitting["encoding"]
     settings = TextSettings(**fitting)
