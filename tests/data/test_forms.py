@@ -1,5 +1,5 @@
 """Files as people bring them: each form is read, or an error names the form and the shortest way;
-a model reads a file as its training file was read. toolkit/data/text_files.py, read.py, options.py."""
+a model reads a file as its training file was read. toolkit/data/text_files.py, read.py."""
 
 import json
 import re
