@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from toolkit.config import ObjectiveSettings
+from toolkit.data.label_cells import to_float
 from toolkit.data.label_notes import note_on_rare, notes_on_names, separator_hint
 from toolkit.data.labels import MULTI, REGRESSION, SINGLE, Labels
 from toolkit.data.tokens import Split
@@ -150,10 +151,7 @@ def _weights_by_name(setting: str, text: str, names: Sequence[str]) -> np.ndarra
             raise UserError(
                 f"{where}: there is no class {name!r}{hint}: there are {listing(names)}"
             )
-        try:
-            weights[name] = float(number)
-        except ValueError:
-            weights[name] = np.nan
+        weights[name] = to_float(number) or 0.0
         if not 0 < weights[name] < np.inf:
             raise UserError(f"{where}: write balanced, or a number above 0 for each class")
     return np.array(list(weights.values()))

@@ -107,9 +107,12 @@ def data_seed(settings: Any) -> int:
 def _unread_columns(
     settings: Any, train: Table, texts: tuple[str, ...], predicted: tuple[str, ...]
 ) -> Iterator[str]:
-    """Lines on the other columns; where the settings name none, another one may be the label, or
-    a second text."""
+    """Lines on the other columns, unless the settings name those that are read: another one may
+    be the label, or a second text."""
     data = settings.data
+    setting = targets_of(settings).column_setting or "text_column"
+    if None not in (data.text_column, getattr(data, setting)):
+        return
     read = {name for column in (*texts, *predicted) for name in train.columns_of(column)}
     others = [name for name in train.rows.column_names if name not in read]
     if others:
