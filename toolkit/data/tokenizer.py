@@ -69,6 +69,17 @@ def set_truncation(tokenizer: Any, settings: Any) -> None:
         tokenizer.init_kwargs[HEAD_TOKENS] = settings.head_tokens
 
 
+def head_tokens_of(tokenizer: Any) -> int:
+    """How many of a long text's first tokens are read, before its last ones; 0: no such limit.
+    Raises UserError for anything else in tokenizer_config.json."""
+    head = tokenizer.init_kwargs.get(HEAD_TOKENS) or 0
+    if not isinstance(head, int) or head < 0:
+        raise UserError(
+            f"{HEAD_TOKENS} in tokenizer_config.json is {head!r}, no number of tokens"
+        )
+    return head
+
+
 def reading_beginnings(tokenizer: Any) -> Any:
     """A copy that truncates texts at their end."""
     tokenizer = copy.deepcopy(tokenizer)
@@ -137,7 +148,7 @@ def choose_max_length(
             f"--max_length {max_length} leaves no token for the text: the tokenizer adds {special} "
             "special tokens"
         )
-    head = tokenizer.init_kwargs.get(HEAD_TOKENS, 0)
+    head = head_tokens_of(tokenizer)
     if head and max_length <= special + head:
         raise UserError(
             f"--head_tokens {head} leaves none of {max_length} tokens (--max_length) for the end "
