@@ -77,28 +77,27 @@ def test_a_config_whose_predictions_name_no_class(case: str, model: Path) -> Non
     refusal(SavedModel, str(model), says=[str(model), *says])
 
 
-def test_more_names_than_the_weights_have_outputs(model: Path) -> None:
-    edit_json(model / "config.json", id2label={str(place): f"n{place}" for place in range(1000)})
-    start(["toolkit", "predict", model, "--text", "a"]).says_in_one_line("other sizes", "id2label")
-
-
-# changes of tokenizer.json -> parts of the line
-TOKENIZERS: dict[str, tuple[dict[str, Any], str]] = {
-    "panics when loaded": (
-        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
-        "Precompiled",
+PANIC = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+# a file and its changes -> what the line says
+FOLDERS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "more names than outputs": (
+        "config.json",
+        {"id2label": {str(n): f"n{n}" for n in range(999)}},
+        "other sizes",
     ),
+    "panics when loaded": ("tokenizer.json", {"normalizer": PANIC}, "cannot be loaded"),
     "panics in use": (
+        "tokenizer.json",
         {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
-        "tokenizer.json is damaged",
+        "is damaged",
     ),
 }
 
 
-@pytest.mark.parametrize("case", TOKENIZERS)
-def test_a_tokenizer_that_panics(case: str, model: Path) -> None:
-    changes, says = TOKENIZERS[case]
-    edit_json(model / "tokenizer.json", **changes)
+@pytest.mark.parametrize("case", FOLDERS)
+def test_a_folder_that_cannot_be_used(case: str, model: Path) -> None:
+    file, changes, says = FOLDERS[case]
+    edit_json(model / file, **changes)
     edit_json(model / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
     start(["toolkit", "predict", model, "--text", "a"]).says_in_one_line(says)
 
