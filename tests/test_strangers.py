@@ -77,20 +77,14 @@ def test_a_config_whose_predictions_name_no_class(case: str, model: Path) -> Non
     refusal(SavedModel, str(model), says=[str(model), *says])
 
 
+NAMES = {str(place): f"n{place}" for place in range(999)}
 PANIC = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+NOTHING = {"type": "FixedLength", "length": 0}
 # a file and its changes -> what the line says
 FOLDERS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "more names than outputs": (
-        "config.json",
-        {"id2label": {str(n): f"n{n}" for n in range(999)}},
-        "other sizes",
-    ),
+    "more names than outputs": ("config.json", {"id2label": NAMES}, "other sizes"),
     "panics when loaded": ("tokenizer.json", {"normalizer": PANIC}, "cannot be loaded"),
-    "panics in use": (
-        "tokenizer.json",
-        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
-        "is damaged",
-    ),
+    "panics in use": ("tokenizer.json", {"pre_tokenizer": NOTHING}, "is damaged"),
 }
 
 
