@@ -116,7 +116,9 @@ def test_the_fingerprint_changes_with_the_tokens_and_not_with_use(
 def test_choose_max_length(
     wanted: int | None, limit: int, model: SimpleNamespace, chosen: int
 ) -> None:
-    tokenizer = SimpleNamespace(model_max_length=limit, num_special_tokens_to_add=lambda pair: 2)
+    tokenizer = SimpleNamespace(
+        model_max_length=limit, num_special_tokens_to_add=lambda pair: 2, init_kwargs={}
+    )
     assert tokenizers.choose_max_length(wanted, tokenizer, model) == chosen
     if wanted is None and chosen == 512:
         longest = config() if model.max_position_embeddings != 514 else model
