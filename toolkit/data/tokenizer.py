@@ -143,16 +143,12 @@ def choose_max_length(
         limits = [positions, tokenizer.model_max_length]
         max_length = min((limit for limit in limits if 0 < limit < 10**6), default=512)
     special = tokenizer.num_special_tokens_to_add(pair)
-    if max_length <= special:
-        raise UserError(
-            f"--max_length {max_length} leaves no token for the text: the tokenizer adds {special} "
-            "special tokens"
-        )
     head = head_tokens_of(tokenizer)
-    if head and max_length <= special + head:
+    if max_length <= special + head:
+        first = f" and {head} first ones (--head_tokens)" if head else ""
         raise UserError(
-            f"--head_tokens {head} leaves none of {max_length} tokens (--max_length) for the end "
-            f"of a text: pass at most {max_length - special - 1}"
+            f"--max_length {max_length} leaves no token for the text after {special} special "
+            f"tokens{first}"
         )
     if 0 < positions < max_length:
         longer = ""
