@@ -16,6 +16,7 @@ from toolkit.data.write import without_formula
 from toolkit.errors import escape_controls, printable
 from toolkit.evaluation.saved_model import SavedModel
 from toolkit.pretrained import load_plain_tokenizer
+from toolkit.report.statistics import scores_of
 
 LABELS = Labels("single_label_classification", ("neg", "pos"), ("label",))
 ESCAPE = "\x1b]52;c;ZXZpbA==\x07\x9b2J\u202eok"
@@ -75,6 +76,12 @@ def test_a_config_whose_predictions_name_no_class(case: str, model: Path) -> Non
     changes, says = CONFIGS[case]
     edit_json(model / "config.json", **changes)
     refusal(SavedModel, str(model), says=[str(model), *says])
+
+
+@pytest.mark.parametrize("key", ["label", "prediction"])
+def test_predictions_that_name_no_class(key: str) -> None:
+    lines = [{"id": 0, "label": "neg", "prediction": "pos", key: "zzz"}]
+    refusal(scores_of, lines, LABELS.problem_type, LABELS.names, says=["predictions.jsonl", "zzz"])
 
 
 NAMES = {str(place): f"n{place}" for place in range(999)}

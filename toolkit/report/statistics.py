@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import sparse
 
+from toolkit.errors import UserError, listing
+
 _RESAMPLES = 1000
 _FEW_RESAMPLES = 100
 _MAX_DRAWS = 10**8  # rows times resamples; of more rows fewer resamples
@@ -43,9 +45,20 @@ def scores_of(lines: Lines, problem_type: str, classes: Sequence[str]) -> Scores
     from sklearn.preprocessing import MultiLabelBinarizer
 
     binarizer = MultiLabelBinarizer(classes=classes, sparse_output=True)
-    truth = binarizer.fit_transform([_label_set(line["label"]) for line in lines])
-    answers = binarizer.fit_transform([_label_set(line["prediction"]) for line in lines])
+    truth = binarizer.fit_transform(_label_sets(lines, "label", classes))
+    answers = binarizer.fit_transform(_label_sets(lines, "prediction", classes))
     return class_scores(truth, answers, problem_type)
+
+
+def _label_sets(lines: Lines, key: str, classes: Sequence[str]) -> list[list[str]]:
+    """Raises UserError for a name that is no class."""
+    sets = [_label_set(line[key]) for line in lines]
+    others = set[str]().union(*sets).difference(classes)
+    if others:
+        raise UserError(
+            f"predictions.jsonl: {key} {listing(sorted(others))} is none of the run's classes"
+        )
+    return sets
 
 
 def _label_set(label: str | list[str] | None) -> list[str]:
