@@ -16,6 +16,7 @@ from toolkit.data.write import without_formula
 from toolkit.errors import escape_controls, printable
 from toolkit.evaluation.saved_model import SavedModel
 from toolkit.pretrained import load_plain_tokenizer
+from toolkit.report.statistics import scores_of
 
 LABELS = Labels("single_label_classification", ("neg", "pos"), ("label",))
 ESCAPE = "\x1b]52;c;ZXZpbA==\x07\x9b2J\u202eok"
@@ -77,30 +78,30 @@ def test_a_config_whose_predictions_name_no_class(case: str, model: Path) -> Non
     refusal(SavedModel, str(model), says=[str(model), *says])
 
 
-def test_more_names_than_the_weights_have_outputs(model: Path) -> None:
-    edit_json(model / "config.json", id2label={str(place): f"n{place}" for place in range(1000)})
-    start(["toolkit", "predict", model, "--text", "a"]).says_in_one_line("other sizes", "id2label")
+@pytest.mark.parametrize("key", ["label", "prediction"])
+def test_predictions_that_name_no_class(key: str) -> None:
+    lines = [{"id": 0, "label": "neg", "prediction": "pos", key: "zzz"}]
+    refusal(scores_of, lines, LABELS.problem_type, LABELS.names, says=["predictions.jsonl", "zzz"])
 
 
-# changes of tokenizer.json -> parts of the line
-TOKENIZERS: dict[str, tuple[dict[str, Any], str]] = {
-    "panics when loaded": (
-        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
-        "Precompiled",
-    ),
-    "panics in use": (
-        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
-        "tokenizer.json is damaged",
-    ),
+NAMES = {str(place): f"n{place}" for place in range(999)}
+PANIC = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+NOTHING = {"type": "FixedLength", "length": 0}
+# a file and its changes -> what the line says
+FOLDERS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "more names than outputs": ("config.json", {"id2label": NAMES}, "other sizes"),
+    "panics when loaded": ("tokenizer.json", {"normalizer": PANIC}, "cannot be loaded"),
+    "panics in use": ("tokenizer.json", {"pre_tokenizer": NOTHING}, "is damaged"),
 }
 
 
-@pytest.mark.parametrize("case", TOKENIZERS)
-def test_a_tokenizer_that_panics(case: str, model: Path) -> None:
-    changes, says = TOKENIZERS[case]
-    edit_json(model / "tokenizer.json", **changes)
+@pytest.mark.parametrize("case", FOLDERS)
+def test_a_folder_that_cannot_be_used(case: str, model: Path) -> None:
+    file, changes, says = FOLDERS[case]
+    edit_json(model / file, **changes)
     edit_json(model / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
-    start(["toolkit", "predict", model, "--text", "a"]).says_in_one_line(says)
+    command = ["toolkit", "predict", model, "--text", "a"]
+    start(command, env={"RUST_BACKTRACE": "0"}).says_in_one_line(says)
 
 
 def test_a_tokenizer_that_its_folder_does_not_name(tiny_model: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@ themselves."""
 
 from __future__ import annotations
 
-import contextlib
 import pkgutil
 import sys
 from typing import Any
@@ -58,11 +57,8 @@ def main() -> None:
 
 def _run(table: dict[str, Command]) -> None:
     output: Any = PlainOutput(sys.stdout)
-    with contextlib.redirect_stdout(output):
-        _run_command(table, sys.argv[1:] or ["--help"])
-
-
-def _run_command(table: dict[str, Command], words: list[str]) -> None:
+    sys.stdout = output
+    words = sys.argv[1:] or ["--help"]
     command = table.get(words[0])
     parser = build_parser(table)
     if command is None:

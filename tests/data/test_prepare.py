@@ -174,14 +174,6 @@ def test_a_test_split_without_labels_is_left_out_and_said(prepared: Prepare) -> 
     assert any("no labels" in note for note in data.notes)
 
 
-def test_texts_the_model_cannot_read_are_an_error(prepared: Prepare) -> None:
-    words = "ありがとう ございます "
-    foreign = [row | {"text": words * 4} for row in AB]
-    match = r"% of the tokens are unknown.*--model_name_or_path"
-    refusal(prepared, foreign, validation_file=foreign, match=match)
-    some = [*AB, {"text": f"good {words}film " * 3, "label": "a"}]
-    notes = prepared(some, validation_file=some).notes
-    assert any("unknown to this model" in note for note in notes)
 
 
 def growing(count: int) -> list[Row]:

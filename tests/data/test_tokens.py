@@ -38,7 +38,9 @@ def test_a_split_comes_back_as_it_was_saved(tokenizer: Any, tmp_path: Path) -> N
     theirs = tokenizer(TEXTS, truncation=True, max_length=20)["input_ids"]
     assert [split.tokens(place).tolist() for place in range(5)] == theirs
     ids = split.input_ids
-    assert counts == token_files.Counts(1, int((ids == 1).sum()), len(ids))
+    totals = (counts.truncated, counts.unknown, counts.tokens)
+    assert totals == (1, int((ids == 1).sum()), len(ids))
+    assert np.concatenate(counts.has_unknown).tolist() == [1 in tokens for tokens in theirs]
     assert (ids.dtype, split.offsets.dtype) == (np.int32, np.int64)
     assert isinstance(ids, np.memmap)
     assert split.lengths.tolist() == list(map(len, theirs))
@@ -99,7 +101,7 @@ def test_choose_max_length() -> None:
         (5000, 10**30, config(positions=-1), 5000),  # relative positions
     ):
         tokenizer = SimpleNamespace(
-            model_max_length=limit, num_special_tokens_to_add=lambda pair: 2
+            model_max_length=limit, num_special_tokens_to_add=lambda pair: 2, init_kwargs={}
         )
         assert tokenizers.choose_max_length(wanted, tokenizer, model) == chosen
         if model.max_position_embeddings in (512, 514):

@@ -126,6 +126,8 @@ def test_head_tokens_that_leave_nothing_for_the_end(model: Path) -> None:
     tokenizer = load_tokenizer(settings.model)
     set_truncation(tokenizer, settings.data)
     config = load_config(settings.model)
-    refusal(choose_max_length, 6, tokenizer, config, says=["--head_tokens 4", "at most 3"])
+    refusal(
+        choose_max_length, 6, tokenizer, config, says=["--max_length 6", "4 first", "--head_tokens"]
+    )
     refusal(encode_texts, tokenizer, [["a"], ["b"]], 9, says=["pairs", "--truncation_side right"])
     refusal(choose_max_length, 64, tokenizer, config, says=["32 positions", "recipes/bigbird.py"])

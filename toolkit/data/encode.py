@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from toolkit.data.table import TextBlock
-from toolkit.data.tokenizer import HEAD_TOKENS, reading_beginnings
+from toolkit.data.tokenizer import head_tokens_of, reading_beginnings
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError
 from toolkit.utils.progress import Progress
@@ -56,7 +56,7 @@ def encode_blocks(
     tokenizer(["a"], truncation="longest_first", max_length=max_length)
     encode = _encode_slowly
     workers = 1
-    if tokenizer.init_kwargs.get(HEAD_TOKENS):
+    if head_tokens_of(tokenizer):
         encode = _encode_ends
     elif getattr(tokenizer, "is_fast", False):
         encode = _encode_fast
@@ -107,7 +107,7 @@ def _encode_slowly(tokenizer: Any, max_length: int, texts: TextBlock) -> Block:
 def _encode_ends(tokenizer: Any, max_length: int, texts: TextBlock) -> Block:
     """The first `head_tokens` tokens of a long text, and its last ones. Raises UserError for
     pairs."""
-    head = tokenizer.init_kwargs[HEAD_TOKENS]
+    head = head_tokens_of(tokenizer)
     if len(texts) > 1:
         raise UserError(
             f"pairs cannot be read with head_tokens ({head}, as the model was trained): pass "

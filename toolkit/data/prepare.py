@@ -25,10 +25,10 @@ from toolkit.data.table import Table
 from toolkit.data.targets import Targets, targets_of
 from toolkit.data.token_files import load_split, save_texts, save_tokens
 from toolkit.data.tokenizer import (
-    HEAD_TOKENS,
     choose_max_length,
     fingerprint,
     has_token_types,
+    head_tokens_of,
     refuse_foreign_tokenizer,
     separator_of,
     set_truncation,
@@ -156,7 +156,7 @@ def _facts(
     facts["token types"] = "token_type_ids" in tokenizer.model_input_names
     facts["separator"] = separator_of(tokenizer)
     facts["truncation_side"] = tokenizer.truncation_side
-    facts[HEAD_TOKENS] = tokenizer.init_kwargs.get(HEAD_TOKENS)
+    facts["head_tokens"] = head_tokens_of(tokenizer)
     if "validation" not in tables or data.max_train_samples or data.max_eval_samples:
         facts["seed"] = data_seed(settings)
     for split, table in tables.items():

@@ -69,6 +69,17 @@ def set_truncation(tokenizer: Any, settings: Any) -> None:
         tokenizer.init_kwargs[HEAD_TOKENS] = settings.head_tokens
 
 
+def head_tokens_of(tokenizer: Any) -> int:
+    """How many of a long text's first tokens are read, before its last ones; 0: no such limit.
+    Raises UserError for anything else in tokenizer_config.json."""
+    head = tokenizer.init_kwargs.get(HEAD_TOKENS) or 0
+    if not isinstance(head, int) or head < 0:
+        raise UserError(
+            f"{HEAD_TOKENS} in tokenizer_config.json is {head!r}, no number of tokens"
+        )
+    return head
+
+
 def reading_beginnings(tokenizer: Any) -> Any:
     """A copy that truncates texts at their end."""
     tokenizer = copy.deepcopy(tokenizer)
@@ -132,16 +143,12 @@ def choose_max_length(
         limits = [positions, tokenizer.model_max_length]
         max_length = min((limit for limit in limits if 0 < limit < 10**6), default=512)
     special = tokenizer.num_special_tokens_to_add(pair)
-    if max_length <= special:
+    head = head_tokens_of(tokenizer)
+    if max_length <= special + head:
+        first = f" and {head} first ones (--head_tokens)" if head else ""
         raise UserError(
-            f"--max_length {max_length} leaves no token for the text: the tokenizer adds {special} "
-            "special tokens"
-        )
-    head = tokenizer.init_kwargs.get(HEAD_TOKENS, 0)
-    if head and max_length <= special + head:
-        raise UserError(
-            f"--head_tokens {head} leaves none of {max_length} tokens (--max_length) for the end "
-            f"of a text: pass at most {max_length - special - 1}"
+            f"--max_length {max_length} leaves no token for the text after {special} special "
+            f"tokens{first}"
         )
     if 0 < positions < max_length:
         longer = ""

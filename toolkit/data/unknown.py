@@ -23,6 +23,7 @@ _MIN_READ = 0.05
 """A share of the unknown words, for a remedy to be named."""
 _MOST_TEXTS = 500
 _MOST_CHARACTERS = 5000
+_MOST_WORDS = 1000
 _SHOWN_CHARACTERS = 20
 
 
@@ -56,17 +57,13 @@ def _describe(tokenizer: Any, table: Table) -> str:
     for columns in table.select(places).texts():
         for texts in columns:
             counts.update(_unknown_words(tokenizer, texts))
-    words = counts.most_common()
+    words = counts.most_common(_MOST_WORDS)
     parts = [listing(f"{word[:_SHOWN_CHARACTERS]} ({count})" for word, count in words)]
     for remedy, change in _remedies(tokenizer):
-        if not words:
-            break
-        changed = [(change(word), count) for word, count in words]
-        unread = _unread(tokenizer, changed)
-        read = sum(count for _, count in changed) - sum(count for _, count in unread)
-        if read > _MIN_READ * counts.total():
-            parts.append(f"{remedy} {100 * read / counts.total():.0f} % of them")
-            words = unread
+        read = sum(count for word, count in words if _reads(tokenizer, change(word)))
+        share = read / max(1, counts.total())
+        if share > _MIN_READ:
+            parts.append(f"{remedy} {100 * share:.0f} % of them")
     return "; ".join(parts)
 
 
@@ -82,11 +79,8 @@ def _unknown_words(tokenizer: Any, texts: Sequence[str]) -> Iterator[str]:
                 yield text[start:end].strip()
 
 
-def _unread(tokenizer: Any, words: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Those of the words (with their counts) that are unknown."""
-    ids = tokenizer([word for word, _ in words])["input_ids"]
-    pairs = zip(words, ids, strict=True)
-    return [word for word, tokens in pairs if tokenizer.unk_token_id in tokens]
+def _reads(tokenizer: Any, word: str) -> bool:
+    return tokenizer.unk_token_id not in tokenizer(word)["input_ids"]
 
 
 def _remedies(tokenizer: Any) -> Iterator[tuple[str, Callable[[str], str]]]:

@@ -47,7 +47,7 @@ class ComparedRun:
             )
             raise UserError(f"{folder}: {fault}: resume it until it ends")
         labels = data.get("labels", ())
-        self.scores = scores_of(lines, self.record.problem_type, labels)
+        self.scores = scores_of(lines, self.record.problem_type, labels, folder)
         self.intervals = intervals(self.scores)
         digests = data.get("file_digests", {})
         digest = digests.get(last.split) or digests.get("train", "")

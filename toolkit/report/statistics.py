@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import sparse
 
+from toolkit.errors import UserError, listing
+
 _RESAMPLES = 1000
 _FEW_RESAMPLES = 100
 _MAX_DRAWS = 10**8  # rows times resamples; of more rows fewer resamples
@@ -34,8 +36,11 @@ class Scores(NamedTuple):
     """(F,) means over rows -> (M,)."""
 
 
-def scores_of(lines: Lines, problem_type: str, classes: Sequence[str]) -> Scores:
-    """A row without an answer counts as wrong."""
+def scores_of(
+    lines: Lines, problem_type: str, classes: Sequence[str], where: object = "the run"
+) -> Scores:
+    """A row without an answer counts as wrong. Raises UserError for a name that is no class;
+    `where`: names the run in it."""
     if problem_type == "regression":
         lines = [{"scores": _errors(line)} for line in lines]
     if "scores" in lines[0]:
@@ -43,8 +48,17 @@ def scores_of(lines: Lines, problem_type: str, classes: Sequence[str]) -> Scores
     from sklearn.preprocessing import MultiLabelBinarizer
 
     binarizer = MultiLabelBinarizer(classes=classes, sparse_output=True)
-    truth = binarizer.fit_transform([_label_set(line["label"]) for line in lines])
-    answers = binarizer.fit_transform([_label_set(line["prediction"]) for line in lines])
+    label_sets = []
+    for key in ("label", "prediction"):
+        sets = [_label_set(line[key]) for line in lines]
+        others = set[str]().union(*sets).difference(classes)
+        if others:
+            names = listing(sorted(others))
+            raise UserError(
+                f"{where}: {key} {names} in predictions.jsonl is no class of it"
+            )
+        label_sets.append(binarizer.fit_transform(sets))
+    truth, answers = label_sets
     return class_scores(truth, answers, problem_type)
 
 
