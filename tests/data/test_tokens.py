@@ -74,7 +74,6 @@ def test_padding_does_not_shift_the_positions_of_a_bert(tiny_model: Path, tmp_pa
     "change",
     [
         lambda tokenizer: tokenizer.add_tokens(["hello"]),
-        lambda tokenizer: setattr(tokenizer, "truncation_side", "left"),
         lambda tokenizer: setattr(tokenizer.backend_tokenizer, "normalizer", NFC()),
     ],
 )
