@@ -15,10 +15,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
 from recipes import cls
+from toolkit.launch.accelerator import Accelerator
 from toolkit.run import Run
 from toolkit.training.precision import set_scaler
 from toolkit.training.steps import Step

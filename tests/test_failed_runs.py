@@ -38,7 +38,7 @@ def test_steps_reach_the_tracker(
 def test_exit_waits_for_a_hanging_close_until_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure, "_CLOSE_SECONDS", 0.2)
     calls: list[float] = []
-    failure.close_on_failure(lambda: (calls.append(0.0), time.sleep(60)))
+    failure.exit_state.close = lambda: (calls.append(0.0), time.sleep(60))
     started = time.monotonic()
     failure._close_resources()
     failure._close_resources()  # only once

@@ -17,7 +17,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import masking_utils
@@ -28,6 +27,7 @@ from tests.matrix import TINY, runs, words_of
 from tests.runs import assert_same_run, lines_of, recipe
 from tests.splits import of_lengths
 from toolkit.config import TrainingSettings
+from toolkit.launch.accelerator import Accelerator
 from toolkit.training.optimizer import make_scheduler
 from toolkit.training.schedule import make_schedule
 from toolkit.training.steps import Steps

@@ -32,14 +32,11 @@ In every case the ranks compare their files and settings in the store, as the la
 """
 
 from toolkit.launch.environment import launch_info as launch_info
-from toolkit.launch.failure import close_on_failure as close_on_failure
-from toolkit.launch.failure import explain_failures as explain_failures
+from toolkit.launch.failure import exit_state as exit_state
 from toolkit.launch.failure import run as run
-from toolkit.launch.failure import set_exit_signal as set_exit_signal
 from toolkit.launch.ranks import list_machines as list_machines
 from toolkit.launch.ranks import require_equal as require_equal
 from toolkit.launch.ranks import wait_for_all as wait_for_all
-from toolkit.launch.world import log_on_main as log_on_main
 from toolkit.launch.world import make_accelerator as make_accelerator
 from toolkit.utils import log
 

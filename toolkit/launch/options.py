@@ -174,7 +174,7 @@ def count_processes(
     if processes % machines:
         raise UserError(
             f"{path}: {processes} processes cannot be divided equally among {machines} machines: "
-            f"pass --num_processes {machines * max(1, processes // machines)}"
+            "pass another --num_processes (of all machines)"
         )
     return processes
 
