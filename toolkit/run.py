@@ -213,7 +213,7 @@ class Run:
 
     def _resume(self, evaluate: Evaluate) -> None:
         self._open_folder(evaluate)
-        model, steps, path = self._steps.model, self._steps, self.folder.path
+        steps, path = self._steps, self.folder.path
         training = self.settings.training
         decay = training.ema_decay
         self._average = None if decay is None else Average(self.checkpoints.live(), decay)
@@ -234,15 +234,15 @@ class Run:
         self._log = RunLog(
             self.accelerator, self.files, self.schedule.total_steps, steps.done
         )
-        self._log_start(model, resumed)
+        self._log_start(resumed)
         if resumed and resumed.state["evaluation_left"]:
             self._evaluate(evaluate, steps.done)
             self.checkpoints.set_links()
 
-    def _log_start(self, model: torch.nn.Module, resumed: Resumed | None) -> None:
+    def _log_start(self, resumed: Resumed | None) -> None:
         self.checkpoints.check()
         lines = [
-            *start_lines(self, model),
+            *start_lines(self, self._steps.model),
             *(resumed.lines if resumed else []),
             verification_note(self.accelerator),
         ]

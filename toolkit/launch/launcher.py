@@ -116,8 +116,8 @@ class Launcher:
 
         store = PrefixStore(f"attempt {attempt}", self.store)
         names = [name_machine(*machine) for machine in self.machines]
-        me, seconds = self.request.machines.rank, timeout_seconds("peer_timeout")
-        board = Board(store, names, me, seconds)
+        timeout = timeout_seconds("peer_timeout")
+        board = Board(store, names, self.request.machines.rank, timeout)
         self._start(variables, attempt)
         try:
             failure = self._watch(board)

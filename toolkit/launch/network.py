@@ -86,7 +86,8 @@ def connect_store(address: str, port: int, seconds: float) -> TCPStore:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"{socket.gethostname()} could not reach the first machine in {seconds:.0f} s: "
+                    f"{socket.gethostname()} could not reach the first machine "
+                    f"(--main_process_ip, or MASTER_ADDR) in {seconds:.0f} s: "
                     f"{_explain(error, address, port)}"
                 ) from error
         time.sleep(_POLL_SECONDS)

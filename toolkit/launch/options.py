@@ -81,7 +81,7 @@ def split_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
 
     Raises UserError.
     """
-    parser = Parser(add_help=False, allow_abbrev=False, argument_default=None)
+    parser = Parser(add_help=False, allow_abbrev=False)
     for name in OPTIONS:
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
     return parser.parse_known_args(list(argv))

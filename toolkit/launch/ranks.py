@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from toolkit.launch import environment, network
-from toolkit.launch.environment import Place, timeout_seconds
+from toolkit.launch.environment import Place, parse_int, timeout_seconds
 from toolkit.launch.failure import exit_state, exit_with
 from toolkit.launch.heartbeat import Board
 from toolkit.launch.machines import name_machine
@@ -65,7 +65,8 @@ def _connect(place: Place, device: str) -> World:
 
     if place.world_size == 1:
         return World(place, HashStore())
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    port = parse_int("MASTER_PORT", os.environ["MASTER_PORT"])
     launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = place.rank == 0 and not launcher_serves
     seconds = timeout_seconds("rendezvous_timeout")
@@ -85,7 +86,11 @@ def _meet(world: World, server: TCPStore, device: str) -> None:
     place, seconds = world.place, timeout_seconds("rendezvous_timeout")
     rank, size = place.rank, place.world_size
     facts = facts_to_compare(sys.argv[0], device, size)
-    remedy = "start them too, with the same number of processes"
+    remedy = (
+        "start them too, with the same number of processes; or to run one process, unset the "
+        "variables that announce others: RANK, WORLD_SIZE and LOCAL_RANK (in a shell of Slurm: "
+        "SLURM_STEP_NUM_TASKS; of Open MPI: OMPI_COMM_WORLD_SIZE)"
+    )
     members = meet(world.store, server.host, "rank", rank, size, facts, remedy, seconds)
     ranks_of: dict[str, tuple[str, list[int]]] = {}
     for number, (host, machine) in enumerate(members):

@@ -93,7 +93,7 @@ def requested_processes(place: Place) -> tuple[int, str]:
 
     request = environment.launch_request()
     if request:
-        return int(request["num_processes"]), str(request["config_file"])
+        return request["num_processes"], request["config_file"]
     options = environment.accelerate_options()
     if options is None or place.world_size > 1:
         return place.world_size, place.launcher

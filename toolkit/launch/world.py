@@ -172,8 +172,8 @@ def verify_world(place: Place) -> None:
     number, source = strategy.requested_processes(place)
     if count != number:
         raise UserError(
-            f"{source} asks for {number} processes, and {count} joined: nothing was read or "
-            "trained. Start with `accelerate launch SCRIPT --config_file FILE` (file after the "
+            f"{source} asks for {number} processes (WORLD_SIZE), and {count} joined: nothing was read "
+            "or trained. Start with `accelerate launch SCRIPT --config_file FILE` (file after the "
             f"script) or `torchrun --nproc_per_node {number}`"
         )
 
@@ -194,8 +194,9 @@ def _create(mixed_precision: str | None, device: str, uses_deepspeed: bool) -> A
             mixed_precision=mixed_precision, cpu=on_cpu, kwargs_handlers=handlers
         )
     except ValueError as error:  # accelerate's, of its settings
-        fault = f"--mixed_precision {mixed_precision} in this launch: {first_line(error)}"
-        raise UserError(fault) from error
+        setting = f"--mixed_precision {mixed_precision}"
+        where = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", setting)
+        raise UserError(f"{where}: {first_line(error)}") from error
     _check_precision(accelerator, mixed_precision)
     if on_cpu and accelerator.mixed_precision == "fp16":
         # otherwise accelerate computes in fp32, or shards in fp16, and does not scale the loss
