@@ -31,6 +31,7 @@ CASES: dict[str, tuple[list[str], list[str], signal.Signals, bool, int]] = {
     "python and a file, SIGUSR1": (PYTHON, ZERO3, SIGUSR1, False, 138),
     "accelerate launch, SIGTERM to all": (ACCELERATE, DDP, SIGTERM, True, -15),
     "torchrun, Ctrl-C": (TORCHRUN, [], SIGINT, True, 1),
+    "accelerate launch, Ctrl-C": (ACCELERATE, DDP, SIGINT, True, -2),  # 130 in a shell
     "deepspeed, SIGTERM to all": (DEEPSPEED, [], SIGTERM, True, -15),
 }
 

@@ -35,7 +35,8 @@ _CAUSES: dict[type[OSError], tuple[str, str]] = {
     ),
     ConnectionRefusedError: (
         "the machine answers, but nothing listens on this port",
-        "start the other machine too, or use its right address (`hostname -I` there)",
+        "start the other machine too (or rank 0, which RANK and WORLD_SIZE announce), or use its "
+        "right address (`hostname -I` there)",
     ),
     TimeoutError: (
         "no answer",

@@ -58,10 +58,10 @@ def _stop_with_launcher(place: Place) -> None:
     machines: of several, the others miss this one's heartbeat (`ranks`)."""
     if place.launcher in ("python", "environment"):
         return
-    number = signal.SIGKILL
     if place.launcher == "toolkit" or place.is_local:
-        number = signal.SIGTERM
-    stop_with_parent(number)
+        stop_with_parent()
+    else:
+        stop_with_parent(signal.SIGKILL)
 
 
 def _set_threads(place: Place) -> None:
