@@ -82,7 +82,8 @@ def _log_replaced(settings: TaskSettings) -> None:
 
 def _has_dropout(model: Any) -> bool:
     module = unwrapped(model)
-    rates = [part.p for part in module.modules() if isinstance(part, torch.nn.Dropout)]
+    modules = module.modules()
+    rates: list[Any] = [part.p for part in modules if isinstance(part, torch.nn.Dropout)]
     config = getattr(module, "config", None)
     for name in ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop"):
         rates.append(getattr(config, name, None))
