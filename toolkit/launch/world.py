@@ -172,8 +172,8 @@ def verify_world(place: Place) -> None:
     number, source = strategy.requested_processes(place)
     if count != number:
         raise UserError(
-            f"{source} asks for {number} processes (WORLD_SIZE), and {count} joined: nothing was read "
-            "or trained. Start with `accelerate launch SCRIPT --config_file FILE` (file after the "
+            f"{source} asks for {number} processes, and {count} joined: nothing was read or "
+            "trained. Start with `accelerate launch SCRIPT --config_file FILE` (file after the "
             f"script) or `torchrun --nproc_per_node {number}`"
         )
 
