@@ -14,8 +14,8 @@ Who starts, meets, watches and stops whom, for `--config_file` after the script:
 - `launcher` starts this machine's ranks. `meet`: each launcher writes what it knows of itself into
   the store and reads what the others have written: who is missing, who is there twice, and which
   versions differ. Torch's process group forms in the same store; each restart has its own keys.
-- A rank (`world`) makes the process group and the accelerator, for the strategy that was asked for
-  (`strategy`, `precision`), and compares the world with the one that was asked for. It watches
+- A rank (`world`) makes the process group and the `accelerator`, for the strategy that was asked
+  for (`strategy`, `precision`), and compares the world with the one that was asked for. It watches
   nobody: when it fails, it writes why into a file, and exits (`failure`). Its launcher sees that it
   has ended, and how.
 - `heartbeat`: launchers count up in the store. The first failure is published there, a machine that
