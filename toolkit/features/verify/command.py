@@ -45,7 +45,7 @@ SAME, DIFFERENT, FAILED = "same", "NOT THE SAME", "FAILED"
 # samples, a prime number, so that a mean over micro-batches differs from a mean over samples
 _SAMPLES = 31
 _MICRO_BATCH, _OTHER_MICRO_BATCH = 3, 5
-# rounding changes a norm more than a loss, whose mean it leaves alone
+# in fp32; rounding changes a gradient norm more than a loss
 _FP32_NORM_FACTOR = 10
 # In bf16 and fp16 a config may differ from fp32 by `_MARGIN` times the difference of one process,
 # or by `_ROUNDING`. Rounding changes gradient norms more than losses, by about `_NORM_FACTOR`.
