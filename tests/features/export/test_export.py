@@ -177,7 +177,7 @@ def test_what_cannot_be_exported(
     sparse = make_architecture("BigBird", tmp_path / "sparse", ["a good film"])
     refusal(export, options(sparse, out), match="BigBird with block-sparse attention")
     with monkeypatch.context() as patch:
-        unknown = Mock(side_effect=RuntimeError("no rule for aten::x\nmore"))
+        unknown = Mock(side_effect=AttributeError("no rule for aten::x\nmore"))
         patch.setattr(command, "convert", unknown)
         says = ["BertForSequenceClassification", "no rule for aten::x", "toolkit predict"]
         refusal(export, options(model, out), says=says)

@@ -15,7 +15,7 @@ from toolkit import launch
 from toolkit.data.labels import MULTI, REGRESSION, Labels
 from toolkit.data.token_files import load_split
 from toolkit.data.tokens import LengthBuckets, Split
-from toolkit.errors import UserError, first_line
+from toolkit.errors import UserError, printable
 from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.metrics import classification_metrics
 from toolkit.evaluation.saved_model import SavedModel, training_run
@@ -52,11 +52,12 @@ def export(options: Namespace) -> None:
         shutil.copytree(options.model, draft, ignore=_WEIGHTS, dirs_exist_ok=True)
         try:
             convert(saved.model.cpu(), saved.tokenizer, draft, options.to, calibration)
-        except (RuntimeError, TypeError, ValueError) as error:
+        except OSError:  # the disk's
+            raise
+        except Exception as error:
             name = type(saved.model).__name__
-            fault = (
-                f"the converter to {options.to} cannot convert {name}: {first_line(error)}"
-            )
+            why = printable(error, 200)
+            fault = f"the converter to {options.to} cannot convert {name}: {why}"
             raise UserError(f"{fault}; toolkit predict computes it with torch") from error
         exported = SavedModel(str(draft))
         exported.load(saved.accelerator, saved.max_length, *_BATCH)
