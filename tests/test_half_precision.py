@@ -24,7 +24,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
@@ -32,6 +31,7 @@ from recipes import cls
 from tests.faults import refusal
 from tests.matrix import PAIRS, REVIEWS, WAYS, runs
 from tests.runs import lines_of, losses_of, slow_but
+from toolkit.launch.accelerator import Accelerator
 from toolkit.run import Run
 from toolkit.training.precision import set_scaler
 from toolkit.training.steps import Step, Steps

@@ -38,6 +38,7 @@ CASES: dict[str, tuple[list[str], list[str], signal.Signals, bool, int]] = {
     "python and a file, SIGUSR1": (PYTHON, ZERO3, SIGUSR1, False, 138),
     "accelerate launch, SIGTERM to all": (ACCELERATE, DDP, SIGTERM, True, -15),
     "torchrun, Ctrl-C": (TORCHRUN, [], SIGINT, True, 1),
+    "accelerate launch, Ctrl-C": (ACCELERATE, DDP, SIGINT, True, -2),  # 130 in a shell
     "deepspeed, SIGTERM to all": (DEEPSPEED, [], SIGTERM, True, -15),
 }
 
@@ -165,7 +166,7 @@ def test_steps_reach_the_tracker(how: str, rank: str, way: str, code: int, tmp_p
 def test_exit_waits_for_a_hanging_close_until_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure, "_CLOSE_SECONDS", 0.2)
     calls: list[float] = []
-    failure.close_on_failure(lambda: (calls.append(0.0), time.sleep(60)))
+    failure.exit_state.close = lambda: (calls.append(0.0), time.sleep(60))
     started = time.monotonic()
     for _ in range(2):  # but only once
         failure._close_resources()

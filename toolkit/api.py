@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit import launch
 from toolkit.config import build, tasks
-from toolkit.errors import UserError, did_you_mean
+from toolkit.errors import UserError
 from toolkit.evaluation.saved_model import SavedModel, training_columns
 
 
@@ -19,8 +19,7 @@ def settings(task: str = "cls", **values: Any) -> Any:
     all faults."""
     classes = tasks()
     if task not in classes:
-        hint = did_you_mean(task, classes)
-        raise UserError(f"settings({task!r}){hint}: there are {', '.join(classes)}")
+        raise UserError(f"settings({task!r}): there are {', '.join(classes)}")
     return build(classes[task], values)
 
 

@@ -76,7 +76,3 @@ def _call(command: Command, *arguments: Any) -> None:
     if isinstance(run, str):
         run = pkgutil.resolve_name(run)
     run(*arguments)
-
-
-if __name__ == "__main__":
-    main()

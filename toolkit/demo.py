@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from toolkit.errors import UserError, did_you_mean
+from toolkit.errors import UserError
 from toolkit.utils.extras import install_command
 
 PREFIX = "demo:"
@@ -42,8 +42,7 @@ class Demo:
 def locate(name: str, demos: Mapping[str, Demo]) -> Path:
     """The path of a demo in its installed package, which is not imported. Raises UserError."""
     if name not in demos:
-        hint = did_you_mean(name, demos)
-        raise UserError(f"there is no {name}{hint}: choose {', '.join(demos)}")
+        raise UserError(f"there is no {name}: choose {', '.join(demos)}")
     source = demos[name]
     spec = importlib.util.find_spec(source.module)
     if spec is None or not spec.submodule_search_locations:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-import traceback
 from collections.abc import Iterable
-from pathlib import Path
 from typing import NoReturn
 
 
@@ -24,16 +22,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def system_error_line(error: BaseException) -> str | None:
-    """One line, with the file's name, for an error of files or memory; None for others, which need
-    a traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    if isinstance(error, OSError) and error.strerror:
-        if error.filename:
-            return f"{error.filename}: {error.strerror}"
-        return f"{error.strerror}{where}"
+    """One line for an error that names its file, or of memory; None for others, which need a
+    traceback."""
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
     if isinstance(error, MemoryError):
-        return f"out of memory: {error}{where}"
+        return f"out of memory: {error}"
     if re.search(r"\(os error \d+\)", str(error)):  # safetensors
         return str(error)
     return None
@@ -73,15 +67,6 @@ def is_panic(error: BaseException) -> bool:
     """Whether a library in Rust, as tokenizers, gave up: no `Exception`, and of no importable
     class."""
     return type(error).__name__ == "PanicException"
-
-
-def last_error(log: Path, start: int = 0) -> str:
-    """The last error line of a run's output from byte `start` on, or its last line."""
-    lines = log.read_bytes()[start:].decode(errors="replace").strip().splitlines() or [""]
-    for line in reversed(lines):
-        if "error: " in line:
-            return line.partition("error: ")[2]
-    return lines[-1]
 
 
 # of a terminal's escape sequences, of directions, and lone surrogates, which no file can hold

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import transformers
 from huggingface_hub import (
@@ -32,6 +33,7 @@ from toolkit.utils.log import log_on_rank_0
 
 _CONFIG = "config.json"
 _SECONDS = 5.0  # to wait for the hub
+_NETWORK = ("HF_HUB_OFFLINE", "HF_ENDPOINT", "HTTPS_PROXY", "https_proxy")
 _SOURCE_FILES = (".json", ".txt", ".model", ".safetensors", ".bin", ".onnx", ".xml")
 
 
@@ -60,12 +62,6 @@ def model_digest(name: str) -> str:
 def encoder_config(config: Any) -> Any:
     """The encoder's part of an encoder-decoder's config; other configs as they are."""
     return getattr(config, "encoder", config)
-
-
-def attention_dropout(config: Any) -> float:
-    """The probability, under any name."""
-    names = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")
-    return max(getattr(config, name, None) or 0.0 for name in names)
 
 
 def full_attention_up_to(block_size: int, num_random_blocks: int) -> int:
@@ -203,26 +199,27 @@ def _load_error(name: str, attention: str | None, error: BaseException) -> str:
 
 
 @cache
-def check_reachable(
-    name: str, kind: Literal["model", "dataset"] = "model", copy: Path | None = None
-) -> None:
+def check_reachable(name: str, kind: str = "model", copy: Path | None = None) -> None:
     """Asks the hub for a name once, because libraries retry each file for a minute. If the hub
     cannot be reached, the copy in the cache (`copy` for a data set) is used. Raises UserError if
-    there is none."""
-    if constants.HF_HUB_OFFLINE or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+    there is none. `kind`: model or dataset."""
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
         return  # the libraries report it at once
     try:
         get_hf_file_metadata(hf_hub_url(name, _CONFIG, repo_type=kind), timeout=_SECONDS)
     except HfHubHTTPError:
         pass  # it answered: the libraries report the error
     except Exception as error:
-        unreachable = f"{constants.ENDPOINT} cannot be reached [{first_line(error)}]"
+        variables = listing(each for each in _NETWORK if each in os.environ)
+        reason = f"{first_line(error)}; variables that are set: {variables or 'none'}"
+        unreachable = f"{constants.ENDPOINT} cannot be reached [{reason}]"
         cached = copy or Path(str(try_to_load_from_cache(name, _CONFIG)))
         if not cached.exists():
             raise UserError(
-                f"{kind} {name}: {unreachable}. In China use a mirror (export "
+                f"{kind} {name} is no folder here, and {unreachable}. In China use a mirror (export "
                 "HF_ENDPOINT=https://hf-mirror.com), or ModelScope: pip install modelscope; "
                 f"modelscope download --{kind} {name} --local_dir FOLDER; then name ./FOLDER"
             ) from error
-        log_on_rank_0(f"{name}: {unreachable}: using the copy in the cache")
-        constants.HF_HUB_OFFLINE = kind == "model"
+        if not constants.HF_HUB_OFFLINE:
+            log_on_rank_0(f"{name}: {unreachable}: using the copy in the cache")
+            constants.HF_HUB_OFFLINE = kind == "model"

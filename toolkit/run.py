@@ -58,6 +58,7 @@ from toolkit.training.steps import Step, Steps
 from toolkit.training.verified import script_digest, verification_note
 from toolkit.utils.features import features
 from toolkit.utils.files import explain_write_errors
+from toolkit.utils.log import log_on_rank_0
 from toolkit.utils.versions import versions
 
 Evaluate = Callable[[Split], Evaluation]
@@ -186,7 +187,7 @@ class Run:
 
     def say(self, line: str) -> None:
         """Prints a line, on one process."""
-        launch.log_on_main(self.accelerator, line)
+        log_on_rank_0(line)
 
     def steps(self, evaluate: Evaluate) -> Iterator[Step]:
         """Yields the remaining steps, until the last, a stop signal, or
@@ -213,7 +214,7 @@ class Run:
 
     def _resume(self, evaluate: Evaluate) -> None:
         self._open_folder(evaluate)
-        model, steps, path = self._steps.model, self._steps, self.folder.path
+        steps, path = self._steps, self.folder.path
         training = self.settings.training
         decay = training.ema_decay
         self._average = None if decay is None else Average(self.checkpoints.live(), decay)
@@ -234,15 +235,15 @@ class Run:
         self._log = RunLog(
             self.accelerator, self.files, self.schedule.total_steps, steps.done
         )
-        self._log_start(model, resumed)
+        self._log_start(resumed)
         if resumed and resumed.state["evaluation_left"]:
             self._evaluate(evaluate, steps.done)
             self.checkpoints.set_links()
 
-    def _log_start(self, model: torch.nn.Module, resumed: Resumed | None) -> None:
+    def _log_start(self, resumed: Resumed | None) -> None:
         self.checkpoints.check()
         lines = [
-            *start_lines(self, model),
+            *start_lines(self, self._steps.model),
             *(resumed.lines if resumed else []),
             verification_note(self.accelerator),
         ]
@@ -286,7 +287,7 @@ class Run:
             try:
                 evaluation = evaluate(self.data.validation)
             except StopRequested as stop:
-                self._steps.stop_signal = stop.number
+                self._steps.stop_signal = stop.args[0]
                 return False
             is_best = self.best.update(evaluation, step)
             if is_best:
@@ -302,7 +303,7 @@ class Run:
         self._close()
         self.stopped = True
         number, done = self._steps.stop_signal, self._steps.done
-        launch.set_exit_signal(number)
+        launch.exit_state.exit_code = 128 + number
         name = signal.Signals(number).name
         command = command_to_continue(self)
         where = f"checkpoint in {self.folder.path / 'checkpoints' / 'last'}"
@@ -310,9 +311,7 @@ class Run:
             f"stopped by {name} after step {done} of {self.schedule.total_steps}, {where}"
         )
         # shown with --log_level warning, too
-        launch.log_on_main(
-            self.accelerator, f"{line}; to continue: {command}", logging.WARNING
-        )
+        log_on_rank_0(f"{line}; to continue: {command}", logging.WARNING)
         self.files.mark_stopped(signal=name, step=done, command=command)
         if self.accelerator.is_main_process:
             write_pages(self.folder.path, self.best.step)

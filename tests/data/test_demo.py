@@ -8,8 +8,8 @@ from toolkit.demo import DATASETS, MODELS, Demo, locate
 
 
 @pytest.mark.parametrize(("name", "known"), [("demo:minlm", MODELS), ("demo:snowlp", DATASETS)])
-def test_an_unknown_demo_names_the_nearest_and_all(name: str, known: dict[str, Demo]) -> None:
-    refusal(locate, name, known, says=["did you mean", *known])
+def test_an_unknown_demo_names_all(name: str, known: dict[str, Demo]) -> None:
+    refusal(locate, name, known, says=list(known))
 
 
 TOPICS = {"business", "entertainment", "politics", "sports", "tech"}

@@ -174,8 +174,6 @@ def test_a_test_split_without_labels_is_left_out_and_said(prepared: Prepare) -> 
     assert any("no labels" in note for note in data.notes)
 
 
-
-
 def growing(count: int) -> list[Row]:
     """Row i has i + 3 tokens; the classes take turns."""
     texts = [" ".join([str(row % 10), *["good"] * row]) for row in range(count)]

@@ -32,9 +32,9 @@ def describe(error: Exception) -> failure.Failure:
 
 
 def test_a_lost_connection_is_another_ranks_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure, "_place", lambda: Place("torchrun", 0, 1, 0, 1))
+    monkeypatch.setattr(failure.exit_state, "place", Place("torchrun", 0, 1, 0, 1))
     assert not describe(RuntimeError("Connection reset by peer")).is_effect
-    monkeypatch.setattr(failure, "_place", lambda: Place("torchrun", 0, 2, 0, 2))
+    monkeypatch.setattr(failure.exit_state, "place", Place("torchrun", 0, 2, 0, 2))
     assert describe(RuntimeError("Connection reset by peer")).is_effect
     assert describe(RuntimeError("NCCL error: Connection closed by remote peer")).is_effect
     assert not describe(ConnectionResetError("Connection reset by peer")).is_effect  # a tracker's
@@ -54,7 +54,7 @@ def test_only_an_unexplained_failure_is_a_traceback() -> None:
         ("open('/no/such.json')", 1, "error: /no/such.json: No such file or directory\n"),
         ("raise KeyboardInterrupt", 130, "interrupted\n"),
         ("sys.exit('error: no')", 1, "error: no\n"),
-        ("launch.set_exit_signal(15)", 143, ""),
+        ("launch.exit_state.exit_code = 143", 143, ""),
         ("sys.exit(3)", 3, ""),
     ],
 )

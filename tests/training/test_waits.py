@@ -16,7 +16,6 @@ from unittest import mock
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import masking_utils
@@ -25,6 +24,7 @@ from recipes import cls
 from tests import inputs
 from tests.matrix import TINY, runs, words_of
 from tests.runs import assert_same_run, lines_of, losses_of, recipe
+from toolkit.launch.accelerator import Accelerator
 from toolkit.training.steps import Steps
 
 SETTINGS = [*TINY, "--train_file", inputs.reviews, "--max_steps", 10, "--eval_every", 8, "--global_batch_size", 12,

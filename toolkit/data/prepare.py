@@ -117,7 +117,7 @@ def prepare_data(
         values = flat(settings)
         for name in _SOURCES:
             values.pop(name, None)
-        launch.require_equal(accelerator, "the settings", values)
+        launch.require_equal("the settings", values)
     targets_class = targets_of(settings)
     targets_class.check(settings, tokenizer)
     set_truncation(tokenizer, settings.data)
@@ -125,7 +125,7 @@ def prepare_data(
     tables = read_tables(settings.data)
     facts = _facts(settings, tokenizer, model_config, tables)
     if accelerator is not None:  # before an hour of work on different data
-        launch.require_equal(accelerator, "the data", facts)
+        launch.require_equal("the data", facts)
     digest = digest_of_text(json.dumps(facts, sort_keys=True))
     source = ", ".join(table.name for table in tables.values())
     with cached_folder("tokens", digest, accelerator, source) as (folder, draft):

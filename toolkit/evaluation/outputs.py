@@ -139,7 +139,7 @@ class Outputs:
             for place, collation in enumerate(collations):
                 following = collations[place + 1] if place + 1 < len(collations) else None
                 batch = prefetcher.batch(collation, following)
-                launch.explain_failures(partial(memory.explain, batch, None))
+                launch.exit_state.explain = partial(memory.explain, batch, None)
                 yield batch
                 if accelerator.device.type == "cpu":
                     memory.manage_freed_memory()
@@ -150,7 +150,7 @@ class Outputs:
                 if accelerator.is_main_process:
                     bar.update(min(samples, len(self.split)), min(1.0, tokens / all_tokens))
         bar.close()
-        launch.explain_failures()
+        launch.exit_state.explain = None
 
     def _collations(self) -> list[partial[Batch]]:
         split, sizes = self.split, self.sizes

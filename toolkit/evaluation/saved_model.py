@@ -32,11 +32,11 @@ from toolkit.data.tokenizer import (
 from toolkit.data.tokens import Split
 from toolkit.evaluation.answers import Answers, answers_for
 from toolkit.evaluation.outputs import BatchSizes
-from toolkit.launch import log_on_main
 from toolkit.launch.precision import autocast
 from toolkit.pretrained import load_config
 from toolkit.utils.cache import digest_of_text
 from toolkit.utils.files import cache_folder
+from toolkit.utils.log import log_on_rank_0
 
 COLUMNS = "training_columns"
 """The key in tokenizer_config.json, which transformers saves and does not interpret: the columns of
@@ -154,7 +154,7 @@ class SavedModel:
                 line = (
                     f"an exported model computes in its own precision, not in {precision}"
                 )
-                log_on_main(accelerator, line)
+                log_on_rank_0(line)
         self.accelerator = accelerator
         self.config = model.config
         self.max_length = max_length

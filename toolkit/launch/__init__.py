@@ -14,8 +14,8 @@ Who starts, meets, watches and stops whom, for `--config_file` after the script:
 - `launcher` starts this machine's ranks. `meet`: each launcher writes what it knows of itself into
   the store and reads what the others have written: who is missing, who is there twice, and which
   versions differ. Torch's process group forms in the same store; each restart has its own keys.
-- A rank (`world`) makes the process group and the accelerator, for the strategy that was asked for
-  (`strategy`, `precision`), and compares the world with the one that was asked for. It watches
+- A rank (`world`) makes the process group and the `accelerator`, for the strategy that was asked
+  for (`strategy`, `precision`), and compares the world with the one that was asked for. It watches
   nobody: when it fails, it writes why into a file, and exits (`failure`). Its launcher sees that it
   has ended, and how.
 - `heartbeat`: launchers count up in the store. The first failure is published there, a machine that
@@ -32,14 +32,11 @@ In every case the ranks compare their files and settings in the store, as the la
 """
 
 from toolkit.launch.environment import launch_info as launch_info
-from toolkit.launch.failure import close_on_failure as close_on_failure
-from toolkit.launch.failure import explain_failures as explain_failures
+from toolkit.launch.failure import exit_state as exit_state
 from toolkit.launch.failure import run as run
-from toolkit.launch.failure import set_exit_signal as set_exit_signal
 from toolkit.launch.ranks import list_machines as list_machines
 from toolkit.launch.ranks import require_equal as require_equal
 from toolkit.launch.ranks import wait_for_all as wait_for_all
-from toolkit.launch.world import log_on_main as log_on_main
 from toolkit.launch.world import make_accelerator as make_accelerator
 from toolkit.utils import log
 

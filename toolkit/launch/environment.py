@@ -170,7 +170,10 @@ def set_torch_variables(env: MutableMapping[str, str]) -> Place:
         _set_address(place, env)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not env.get(name):
-            raise UserError(f"{name} is not set: {_ADDRESS_REMEDY}")
+            raise UserError(
+                f"{name} is not set, and WORLD_SIZE (SLURM_STEP_NUM_TASKS, OMPI_COMM_WORLD_SIZE) "
+                f"announces several processes: {_ADDRESS_REMEDY}"
+            )
     values = place.rank, place.world_size, place.local_rank, place.local_world_size
     env.update(zip(_VARIABLES[""], map(str, values), strict=True))
     return place

@@ -44,13 +44,17 @@ _CONNECTION_ERRORS = re.compile(
 
 @dataclass
 class ExitState:
-    """What any thread of this process needs to end it."""
+    """What any thread of this process needs to end it. The rest of the package sets `close`,
+    `explain` and `exit_code`."""
 
+    place: Place
+    """As the launcher announced it, before this process chose its device."""
     close: Callable[[], object] | None = None
-    """Closes trackers before `os._exit`, which closes nothing."""
+    """Closes trackers (in 10 s at most) before `os._exit`, which closes nothing."""
     explain: Callable[[Exception], str | None] | None = None
     """Returns the message for an exception; None for a traceback."""
     exit_code: int = 0
+    """Of `run`, when all went well: 128 + a stop signal that ended the work early."""
     world: World | None = None
     """The processes of this run; a second accelerator uses the same."""
     board: Board | None = None
@@ -58,24 +62,7 @@ class ExitState:
 
 
 # A global: the main thread and the heartbeat's thread can each exit the process.
-exit_state = ExitState()
-
-
-def close_on_failure(close: Callable[[], object] | None = None) -> None:
-    """Registers `close`, to be called (10 s at most) before the process exits on a failure;
-    None unregisters it."""
-    exit_state.close = close
-
-
-def explain_failures(explain: Callable[[Exception], str | None] | None = None) -> None:
-    """Registers a function that returns the message for an exception, or None for a traceback;
-    None unregisters it."""
-    exit_state.explain = explain
-
-
-def set_exit_signal(number: int) -> None:
-    """Makes `run` end with exit code 128 + `number`: a stop signal ended the work early."""
-    exit_state.exit_code = 128 + number
+exit_state = ExitState(Place("python", 0, 1, 0, 1))
 
 
 def run(main: Callable[[], None], relaunches: bool = True) -> None:
@@ -91,6 +78,8 @@ def run(main: Callable[[], None], relaunches: bool = True) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
+        with contextlib.suppress(UserError):  # which `make_accelerator` raises again
+            exit_state.place = place_of(os.environ)
         if relaunches:
             sys.argv, request = take_options(sys.argv)
             if request is not None:
@@ -122,7 +111,7 @@ def run(main: Callable[[], None], relaunches: bool = True) -> None:
 
 def _failure(message: str, trace: str = "") -> Failure:
     """`message`: one line, or more if it ends in a colon. `trace`: for this process's terminal."""
-    place, who = _place(), ""
+    place, who = exit_state.place, ""
     if place.world_size > 1:
         who = f"[rank {place.rank} on {socket.gethostname()}] "
     line = f"{who}error: {message}"
@@ -136,7 +125,7 @@ def _describe(error: Exception) -> Failure:
     if line:
         return _failure(line)
     # torch's; a tracker or a hub raises an OSError instead
-    several = isinstance(error, RuntimeError) and _place().world_size > 1
+    several = isinstance(error, RuntimeError) and exit_state.place.world_size > 1
     if several and _CONNECTION_ERRORS.search(str(error)):
         failure = _failure(
             "lost the connection to another process, which exited, was killed or does not come "
@@ -145,13 +134,6 @@ def _describe(error: Exception) -> Failure:
         return replace(failure, is_effect=True)
     trace = "".join(traceback.format_exception(error))
     return _failure(f"{type(error).__name__}: {first_line(error)}", trace)
-
-
-def _place() -> Place:
-    try:
-        return place_of(os.environ)
-    except UserError:  # the launcher's variables are the error that is being reported
-        return Place("python", 0, 1, 0, 1)
 
 
 # --- the ends of a process
@@ -168,7 +150,7 @@ def fail(failure: Failure) -> NoReturn:
         with contextlib.suppress(OSError):  # the launcher was killed, or the disk is full
             Path(file).write_text(json.dumps(asdict(failure)), encoding="utf-8")
     elif (
-        failure.code != INTERRUPTED or _place().rank == 0
+        failure.code != INTERRUPTED or exit_state.place.rank == 0
     ):  # Ctrl-C reaches all of a terminal
         _wait_for_cause(failure)
         exit_with(failure)
@@ -178,7 +160,7 @@ def fail(failure: Failure) -> NoReturn:
 def _wait_for_cause(failure: Failure) -> None:
     """Lets another process print its failure: local rank 0, if all fail alike, or the one that has
     caused this one. Then the launcher, or the heartbeat's thread, ends this process."""
-    place = _place()
+    place = exit_state.place
     if not failure.is_effect and not place.local_rank:
         return
     _close_resources()
@@ -212,7 +194,7 @@ def _exit_at_end() -> None:
     board, exit_state.board = exit_state.board, None
     if board:
         board.finish()
-    if exit_state.exit_code or _place().world_size > 1:
+    if exit_state.exit_code or exit_state.place.world_size > 1:
         _exit(exit_state.exit_code)
 
 

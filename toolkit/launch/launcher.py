@@ -14,7 +14,7 @@ import signal
 import socket
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
 
@@ -68,8 +68,7 @@ class Rank:
             return Failure(f"error: {self.name} exited with code {code}", code)
         name = signal.Signals(-code).name
         if -code == requested:  # before it could handle it
-            line = "interrupted" if -code == signal.SIGINT else f"error: stopped by {name}"
-            return Failure(line, 128 - code, permanent=True)
+            return Failure(f"error: stopped by {name}", 128 - code, permanent=True)
         hint = ""
         if -code == signal.SIGKILL:
             hint = (
@@ -94,9 +93,10 @@ class Launcher:
         facts = facts_to_compare(request.script[0], device, request.processes)
         seconds = timeout_seconds("rendezvous_timeout")
         self.store, hosts = meet_launchers(request.machines, facts, seconds)
-        starts = range(0, request.processes, self.here)
-        ranks = [list(range(start, start + self.here)) for start in starts]
-        self.machines = list(zip(hosts, ranks, strict=True))
+        self.machines = []
+        for number, host in enumerate(hosts):
+            first = number * self.here
+            self.machines.append((host, list(range(first, first + self.here))))
         attempt = 0
         with self.signals:
             while True:
@@ -116,8 +116,8 @@ class Launcher:
 
         store = PrefixStore(f"attempt {attempt}", self.store)
         names = [name_machine(*machine) for machine in self.machines]
-        me, seconds = self.request.machines.rank, timeout_seconds("peer_timeout")
-        board = Board(store, names, me, seconds)
+        timeout = timeout_seconds("peer_timeout")
+        board = Board(store, names, self.request.machines.rank, timeout)
         self._start(variables, attempt)
         try:
             failure = self._watch(board)
@@ -202,8 +202,8 @@ class Launcher:
         first = min(failures, key=lambda failure: failure.is_effect, default=None)
         ended = [rank.name for rank in self.ranks if rank.process.poll() == 0]
         if first and first.is_effect and ended:
-            line = f"{first.line} ({ended[0]} has ended without an error)"
-            return replace(first, line=line)
+            line = f"error: {ended[0]} has ended without an error, before the others"
+            return Failure(line, is_effect=True)
         return first
 
     def _stop(self, number: int) -> None:

@@ -55,7 +55,11 @@ def find_machines(
     )
     port = parse_int("main_process_port", value, path, minimum=1)
     if count == 1:
-        _refuse_options_of_several(options, path)
+        if options.get("machine_rank") or options.get("main_process_ip"):
+            raise UserError(
+                f"{path} is for one machine: use {TWO_NODE_FILES}, or leave out --machine_rank "
+                "and --main_process_ip"
+            )
         return Machines(1, 0, "", LOOPBACK, 0)
     first = options.get("main_process_ip") or _first_address(config, path)
     rank, source = _rank(options, config, env, first, count)
@@ -65,16 +69,6 @@ def find_machines(
             f"--machine_rank 0 on the first and up to {count - 1} on the others (or set NODE_RANK)"
         )
     return Machines(count, rank, source, first, port)
-
-
-def _refuse_options_of_several(options: Mapping[str, str | None], path: Path) -> None:
-    """They would be ignored silently, and each machine would train on its own."""
-    for name in ("machine_rank", "main_process_ip"):
-        if options.get(name):
-            raise UserError(
-                f"{path} is for one machine, so --{name} would have no effect: use "
-                f"{TWO_NODE_FILES}, or leave it out"
-            )
 
 
 def _first_address(config: Mapping[str, Any], path: Path) -> str:

@@ -35,17 +35,14 @@ _CAUSES: dict[type[OSError], tuple[str, str]] = {
     ),
     ConnectionRefusedError: (
         "the machine answers, but nothing listens on this port",
-        "start the other machine too, or use its right address (`hostname -I` there)",
+        "start the other machine too (or rank 0, which RANK and WORLD_SIZE announce), or use its "
+        "right address (`hostname -I` there)",
     ),
     TimeoutError: (
         "no answer",
         "is that machine on, and is this its address (`hostname -I` there)? If so, a firewall "
         "drops the packets: on {there}, `sudo ufw allow from {here}` (or the security group of "
         "your cloud: all TCP ports between the machines, {port} among them)",
-    ),
-    PermissionError: (
-        "a firewall rule of this machine forbids it",
-        "`sudo iptables -S OUTPUT` and `sudo nft list ruleset` here show the rule",
     ),
     OSError: (
         "no machine has this address, its firewall rejects the connection, or no route leads there",
@@ -90,7 +87,8 @@ def connect_store(address: str, port: int, seconds: float) -> TCPStore:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"{socket.gethostname()} could not reach the first machine in {seconds:.0f} s: "
+                    f"{socket.gethostname()} could not reach the first machine "
+                    f"(--main_process_ip, or MASTER_ADDR) in {seconds:.0f} s: "
                     f"{_explain(error, address, port)}"
                 ) from error
         time.sleep(_POLL_SECONDS)
@@ -146,30 +144,23 @@ def address_to_serve(name: str, is_local: bool) -> str:
     """The address of this machine that peers reach as `name`; `is_local`: peers on this machine.
 
     In Debian's /etc/hosts a machine's own name is a loopback address, which other machines cannot
-    reach: then the address of the default route, or the only other one. Raises UserError.
+    reach: then the address of the default route. Raises UserError if there is none.
     """
     address = (resolve_addresses(name) or [name])[0]
-    if is_local or not is_loopback(address):
+    if is_local or not address.startswith("127."):
         return address
     default = source_address_for(_TEST_NET)
-    if default:
-        return default
-    others = [other for other in local_addresses() if not is_loopback(other)]
-    if len(others) != 1:
+    if not default:
         raise UserError(
-            f"{name} is {address} here: give one of {', '.join(others)} in its place"
+            f"{name} is {address} here: give an address of `hostname -I` in its place"
         )
-    return others[0]
+    return default
 
 
 def is_this_machine(name: str) -> bool:
     """Whether a host name or an address is this machine's."""
     here = {*local_addresses(), "127.0.1.1"}
     return any(address in here for address in resolve_addresses(name))
-
-
-def is_loopback(address: str) -> bool:
-    return address.startswith("127.")
 
 
 def choose_interface(local_address: str) -> None:

@@ -81,7 +81,7 @@ def split_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
 
     Raises UserError.
     """
-    parser = Parser(add_help=False, allow_abbrev=False, argument_default=None)
+    parser = Parser(add_help=False, allow_abbrev=False)
     for name in OPTIONS:
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
     return parser.parse_known_args(list(argv))
@@ -174,7 +174,7 @@ def count_processes(
     if processes % machines:
         raise UserError(
             f"{path}: {processes} processes cannot be divided equally among {machines} machines: "
-            f"pass --num_processes {machines * max(1, processes // machines)}"
+            "pass another --num_processes (of all machines)"
         )
     return processes
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
 
-AUTO = "auto"
 # CUDA capabilities: RTX 30, A10 and A100 have bf16; V100, T4 and RTX 20 have fast fp16 only
 _HAS_BF16, _HAS_FAST_FP16 = (8, 0), (7, 0)
 

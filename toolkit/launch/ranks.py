@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from toolkit.launch import environment, network
-from toolkit.launch.environment import Place, timeout_seconds
+from toolkit.launch.environment import Place, parse_int, timeout_seconds
 from toolkit.launch.failure import exit_state, exit_with
-from toolkit.launch.heartbeat import Board, Failure
+from toolkit.launch.heartbeat import Board
 from toolkit.launch.machines import name_machine
 from toolkit.launch.meet import (
     exchange,
@@ -27,7 +27,6 @@ from toolkit.launch.meet import (
 )
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
     from torch.distributed import Store, TCPStore
 
 
@@ -66,7 +65,8 @@ def _connect(place: Place, device: str) -> World:
 
     if place.world_size == 1:
         return World(place, HashStore())
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    port = parse_int("MASTER_PORT", os.environ["MASTER_PORT"])
     launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = place.rank == 0 and not launcher_serves
     seconds = timeout_seconds("rendezvous_timeout")
@@ -86,7 +86,11 @@ def _meet(world: World, server: TCPStore, device: str) -> None:
     place, seconds = world.place, timeout_seconds("rendezvous_timeout")
     rank, size = place.rank, place.world_size
     facts = facts_to_compare(sys.argv[0], device, size)
-    remedy = "start them too, with the same number of processes"
+    remedy = (
+        "start them too, with the same number of processes; or to run one process, unset the "
+        "variables that announce others: RANK, WORLD_SIZE and LOCAL_RANK (in a shell of Slurm: "
+        "SLURM_STEP_NUM_TASKS; of Open MPI: OMPI_COMM_WORLD_SIZE)"
+    )
     members = meet(world.store, server.host, "rank", rank, size, facts, remedy, seconds)
     ranks_of: dict[str, tuple[str, list[int]]] = {}
     for number, (host, machine) in enumerate(members):
@@ -100,7 +104,7 @@ def _meet(world: World, server: TCPStore, device: str) -> None:
 
 
 def _watch(store: Store, machines: list[tuple[str, list[int]]], rank: int) -> None:
-    """The first rank of each machine watches the other machines, and its own launcher."""
+    """The first rank of each machine watches the other machines."""
     firsts = [ranks[0] for _, ranks in machines]
     if rank not in firsts:
         return
@@ -108,16 +112,13 @@ def _watch(store: Store, machines: list[tuple[str, list[int]]], rank: int) -> No
     me = firsts.index(rank)
     board = exit_state.board = Board(store, names, me, timeout_seconds("peer_timeout"))
     atexit.register(board.finish)
-    threading.Thread(target=_exit_on_failure, args=(board, names[me]), daemon=True).start()
+    threading.Thread(target=_exit_on_failure, args=(board,), daemon=True).start()
 
 
-def _exit_on_failure(board: Board, name: str) -> None:
+def _exit_on_failure(board: Board) -> None:
     """Ends this process, whatever its main thread waits for."""
-    launcher = os.getppid()
     while exit_state.board is board:  # otherwise the main thread is ending it
         failure = board.failure()
-        if failure is None and os.getppid() != launcher:
-            failure = Failure(f"error: the launcher on {name} was killed", permanent=True)
         if failure:
             exit_with(failure)
         time.sleep(0.5)
@@ -140,12 +141,13 @@ def wait_for_all(what: str) -> None:
         exit_state.world.exchange(None, what)
 
 
-def require_equal(accelerator: Accelerator, what: str, values: Mapping[str, Any]) -> None:
+def require_equal(what: str, values: Mapping[str, Any]) -> None:
     """Waits for all ranks. Raises UserError on all of them if a value differs, with the values and
     their hosts."""
-    if accelerator.num_processes == 1 or exit_state.world is None:
+    world = exit_state.world
+    if world is None:
         return
-    host = f"rank {accelerator.process_index}"
+    host = f"rank {world.place.rank}"
     if list_machines():
         host = socket.gethostname()
-    refuse_differences(what, exit_state.world.exchange((host, values), what))
+    refuse_differences(what, world.exchange((host, values), what))

@@ -18,11 +18,7 @@ _REPEAT_SECONDS = 3.0
 
 
 class StopRequested(Exception):  # noqa: N818
-    """A stop signal arrived during an evaluation."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
+    """A stop signal arrived during an evaluation; its argument is the signal's number."""
 
 
 def stop_requested() -> int:

@@ -86,14 +86,14 @@ def check_config() -> None:
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
 
 
-def requested_processes(place: Place) -> tuple[int, str]:
+def requested_processes(place: Place) -> tuple[int, object]:
     """(number of processes requested, by which file or launcher). `accelerate launch` silently
     starts one process for MULTI_CPU, whatever its file requests."""
     from accelerate.commands.config import config_args
 
     request = environment.launch_request()
     if request:
-        return int(request["num_processes"]), str(request["config_file"])
+        return request["num_processes"], request["config_file"]
     options = environment.accelerate_options()
     if options is None or place.world_size > 1:
         return place.world_size, place.launcher
@@ -103,4 +103,4 @@ def requested_processes(place: Place) -> tuple[int, str]:
     file = Path(options.config_file or config_args.default_config_file)
     if not file.is_file():
         return 1, "accelerate launch"
-    return int(read_config(file).get("num_processes", 1)), str(file)
+    return int(read_config(file).get("num_processes", 1)), file

@@ -16,12 +16,10 @@ from toolkit.launch import environment, precision, ranks, strategy
 from toolkit.launch.environment import Place, timeout_seconds
 from toolkit.launch.failure import exit_state
 from toolkit.launch.meet import device_type
-from toolkit.launch.precision import AUTO
 from toolkit.launch.ranks import World
 from toolkit.launch.strategy import is_set
 from toolkit.utils import collector
 from toolkit.utils.children import stop_with_parent
-from toolkit.utils.log import logger
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -42,12 +40,12 @@ def make_accelerator(mixed_precision: str | None = None) -> Accelerator:
     world = ranks.join(place, device)
     _start_process_group(world, device, uses_deepspeed)
     verify_world(place)
-    chosen = _choose_precision(mixed_precision, world, device)
-    accelerator = _create(chosen, device, uses_deepspeed)
+    if mixed_precision == "auto":
+        mixed_precision = precision.auto_precision(device)
+    # rank 0's device decides
+    mixed_precision = world.exchange(mixed_precision, "the precision")[0]
+    accelerator = _create(mixed_precision, device, uses_deepspeed)
     precision.choose_matmul_precision(accelerator)
-    if mixed_precision == AUTO:
-        another = "(--mixed_precision no, bf16 or fp16 for another)"
-        log_on_main(accelerator, f"mixed precision {chosen} {another}")
     collector.after_imports()
     return accelerator
 
@@ -56,15 +54,14 @@ def make_accelerator(mixed_precision: str | None = None) -> Accelerator:
 
 
 def _stop_with_launcher(place: Place) -> None:
-    """Otherwise this process would train on when its launcher is killed."""
+    """Otherwise this process would train on when its launcher is killed. A checkpoint takes all
+    machines: of several, the others miss this one's heartbeat (`ranks`)."""
     if place.launcher in ("python", "environment"):
         return
     if place.launcher == "toolkit" or place.is_local:
         stop_with_parent()
-    elif place.local_rank:
-        stop_with_parent(
-            signal.SIGKILL
-        )  # local rank 0 says which launcher it was (`ranks`)
+    else:
+        stop_with_parent(signal.SIGKILL)
 
 
 def _set_threads(place: Place) -> None:
@@ -109,10 +106,10 @@ def _choose_gpu(place: Place, devices: int) -> None:
     if devices == 1 and place.launcher in ("srun", "mpirun"):
         os.environ["LOCAL_RANK"] = "0"
     elif place.local_world_size > devices:
-        total = devices * place.world_size // place.local_world_size
         raise UserError(
-            f"{place.local_world_size} processes are started on {socket.gethostname()}, which has "
-            f"{devices} GPUs: start {total} in all (--num_processes), or set CUDA_VISIBLE_DEVICES"
+            f"{place.local_world_size} processes are started on {socket.gethostname()}, where "
+            f"torch sees {devices} GPUs: start at most one for each (--num_processes of all "
+            "machines, --nproc_per_node, -np, --ntasks), or set CUDA_VISIBLE_DEVICES"
         )
 
 
@@ -184,17 +181,11 @@ def verify_world(place: Place) -> None:
 # --- the accelerator
 
 
-def _choose_precision(setting: str | None, world: World, device: str) -> str | None:
-    """The precision; rank 0's device decides for `auto`."""
-    if setting == AUTO:
-        setting = precision.auto_precision(device)
-    choices: list[str | None] = world.exchange(setting, "the precision")
-    return choices[0]
-
-
 def _create(mixed_precision: str | None, device: str, uses_deepspeed: bool) -> Accelerator:
     import torch
-    from accelerate import Accelerator, DistributedDataParallelKwargs
+    from accelerate import DistributedDataParallelKwargs
+
+    from toolkit.launch.accelerator import Accelerator
 
     on_cpu = device == "cpu" and not uses_deepspeed
     handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
@@ -203,8 +194,8 @@ def _create(mixed_precision: str | None, device: str, uses_deepspeed: bool) -> A
             mixed_precision=mixed_precision, cpu=on_cpu, kwargs_handlers=handlers
         )
     except ValueError as error:  # accelerate's, of its settings
-        file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-        where = file if uses_deepspeed else f"--mixed_precision {mixed_precision}"
+        setting = f"--mixed_precision {mixed_precision}"
+        where = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", setting)
         raise UserError(f"{where}: {first_line(error)}") from error
     _check_precision(accelerator, mixed_precision)
     if on_cpu and accelerator.mixed_precision == "fp16":
@@ -222,12 +213,3 @@ def _check_precision(accelerator: Accelerator, mixed_precision: str | None) -> N
             f"--mixed_precision {mixed_precision}: {file} enables {actual}: "
             'write "enabled": "auto" there, or make them agree (no, bf16 or fp16)'
         )
-
-
-# --- for the rest of the package
-
-
-def log_on_main(accelerator: Accelerator, line: str, level: int = logging.INFO) -> None:
-    """Logs a line from the main process."""
-    if accelerator.is_main_process:
-        logger.log(level, line)

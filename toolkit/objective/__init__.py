@@ -13,16 +13,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate import PartialState
 
 from toolkit.config import TaskSettings
 from toolkit.errors import UserError
 from toolkit.objective.adversarial import Adversarial
 from toolkit.objective.losses import Losses, Objective, sample_losses
 from toolkit.objective.r_drop import with_r_drop
-from toolkit.pretrained import attention_dropout
 from toolkit.utils.features import features
-from toolkit.utils.log import logger
+from toolkit.utils.log import log_on_rank_0
 from toolkit.utils.modules import unwrapped
 
 
@@ -59,7 +57,7 @@ def make_objective(
         objective = feature.objective(settings, objective, data)
     if terms.r_drop_alpha:
         if not _has_dropout(model):
-            _log(
+            log_on_rank_0(
                 f"--r_drop_alpha {terms.r_drop_alpha}: no effect, since the model has no dropout"
             )
         objective = with_r_drop(objective, model, problem_type, terms.r_drop_alpha)
@@ -79,15 +77,14 @@ def _log_replaced(settings: TaskSettings) -> None:
     }
     names = ", ".join(name for name, value in values.items() if value)
     if names:
-        _log(f"{names}: no effect, unless the losses of the recipe apply them")
-
-
-def _log(line: str) -> None:
-    if PartialState().is_main_process:
-        logger.info(line)
+        log_on_rank_0(f"{names}: no effect, unless the losses of the recipe apply them")
 
 
 def _has_dropout(model: Any) -> bool:
     module = unwrapped(model)
-    rates = (part.p for part in module.modules() if isinstance(part, torch.nn.Dropout))
-    return any(rates) or attention_dropout(getattr(module, "config", None)) > 0
+    modules = module.modules()
+    rates: list[Any] = [part.p for part in modules if isinstance(part, torch.nn.Dropout)]
+    config = getattr(module, "config", None)
+    for name in ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop"):
+        rates.append(getattr(config, name, None))
+    return any(rates)

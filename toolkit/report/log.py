@@ -22,6 +22,7 @@ from toolkit.evaluation import Evaluation
 from toolkit.report.files import RunFiles
 from toolkit.training.metrics import StepMetrics
 from toolkit.utils.extras import is_installed
+from toolkit.utils.log import log_on_rank_0
 
 _LOG_EVERY_SECONDS = 10.0
 # these are also the names of their packages
@@ -54,9 +55,7 @@ class RunLog:
         now = time.monotonic()
         if metrics.step == self.total or now - self._printed > _LOG_EVERY_SECONDS:
             self._printed = now
-            launch.log_on_main(
-                self.accelerator, self._progress(metrics, now - self._started)
-            )
+            log_on_rank_0(self._progress(metrics, now - self._started))
 
     def _progress(self, metrics: StepMetrics, seconds: float) -> str:
         seconds_left = seconds / (metrics.step - self.done) * (self.total - metrics.step)
@@ -78,11 +77,11 @@ class RunLog:
         line = f"evaluation of {evaluation.split} at step {step}: {evaluation}"
         if best:
             line += "  (best so far)"
-        launch.log_on_main(self.accelerator, line)
+        log_on_rank_0(line)
 
     def close_trackers(self) -> None:
         """Ends the trackers of a run that has ended well, or by a stop signal."""
-        launch.close_on_failure(None)
+        launch.exit_state.close = None
         # not accelerator.end_training(), which also destroys the process group: see launch.failure
         self._for_trackers(lambda tracker: tracker.finish())
 
@@ -102,7 +101,7 @@ class RunLog:
                 self.accelerator.trackers.remove(tracker)
                 why = f"{type(error).__name__}: {first_line(error)}"
                 line = f"--report_to {tracker.name} failed ({why}): continuing without it"
-                launch.log_on_main(self.accelerator, line, logging.WARNING)
+                log_on_rank_0(line, logging.WARNING)
 
 
 # --- starting the trackers
@@ -151,7 +150,7 @@ def start_trackers(
         "swanlab": {"experiment_name": run_name, "logdir": str(folder / "swanlab")},
         "trackio": {"name": run_name},
     }
-    launch.close_on_failure(lambda: close_failed(accelerator))
+    launch.exit_state.close = lambda: close_failed(accelerator)
     accelerator.log_with = [name for name in names if name != "tensorboard"]
     if "tensorboard" in names:  # it has no projects
         path = str(folder / "tensorboard")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
 
 from toolkit import demo, launch
 from toolkit.config import ModelSettings
@@ -59,6 +63,7 @@ def start_lines(run: Run, model: Any) -> list[str]:
         *_world_lines(run),
         *_data_lines(run),
         _schedule_line(run),
+        *_idle_lines(run.accelerator),
         demo.demo_entry(settings.model.model_name_or_path).note,
         demo.demo_entry(settings.data.dataset_name).note,
     ]
@@ -105,6 +110,25 @@ def _schedule_line(run: Run) -> str:
         per_step += f" (at most {accumulation} micro-batches on each process)"
     steps = f"{schedule.total_steps} optimizer steps, {schedule.steps_per_epoch} per epoch"
     return f"{steps}, {per_step}"
+
+
+def _idle_lines(accelerator: Accelerator) -> list[str]:
+    """What one process leaves unused, and what uses it."""
+    lines: list[str] = []
+    if accelerator.num_processes > 1 or "ipykernel" in sys.modules:
+        return lines
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if tasks != "1":
+        lines.append(
+            f"one process of {tasks} (SLURM_NTASKS): srun before the command uses all"
+        )
+    gpus = torch.accelerator.device_count()
+    if accelerator.device.type == "cuda" and gpus > 1:
+        words = f"--config_file accelerate_configs/ddp.yaml --num_processes {gpus}"
+        lines.append(
+            f"{gpus - 1} of {gpus} GPUs are idle: {words} after the command uses all"
+        )
+    return lines
 
 
 # --- at the end

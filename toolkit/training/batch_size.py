@@ -14,11 +14,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from toolkit import launch
 from toolkit.config import TrainingSettings
 from toolkit.data.batches import Collator
 from toolkit.errors import UserError
 from toolkit.launch.precision import autocast
+from toolkit.utils.log import log_on_rank_0
 from toolkit.utils.memory import is_out_of_memory
 
 Settings = TypeVar("Settings", bound=TrainingSettings)
@@ -54,7 +54,7 @@ def fit_batch_size(
         fault = f"not even one text of {longest} tokens fits"
         raise UserError(f"--per_device_batch_size auto: {fault}: {remedy}")
     line = f"--per_device_batch_size auto: {size} (texts of up to {longest} tokens)"
-    launch.log_on_main(accelerator, line)
+    log_on_rank_0(line)
     return dataclasses.replace(settings, per_device_batch_size=size)
 
 

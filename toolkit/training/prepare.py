@@ -51,7 +51,7 @@ def prepare_for_strategy(
         accelerator.scaler is not None
     ):  # the schedule would count a step that a fused kernel skips
         optimizer._step_supports_amp_scaling = False
-    launch.explain_failures(memory.explain_without_batch)
+    launch.exit_state.explain = memory.explain_without_batch
     if accelerator.state.deepspeed_plugin:
         from toolkit.training.zero import prepare_zero  # imports DeepSpeed
 
@@ -60,7 +60,7 @@ def prepare_for_strategy(
         prepared = prepare_fsdp(accelerator, settings, model, optimizer)
     else:
         prepared = _prepare_copies(accelerator, settings, model, optimizer)
-    launch.explain_failures()
+    launch.exit_state.explain = None
     return prepared
 
 

@@ -103,14 +103,14 @@ class Step:
         for collation, next_one in zip(self.collations, following, strict=True):
             batch = steps.prefetcher.batch(collation, next_one)
             self._batch = batch
-            launch.explain_failures(partial(memory.explain, batch, steps.recomputes))
+            launch.exit_state.explain = partial(memory.explain, batch, steps.recomputes)
             accelerator.sync_gradients = collation is self.collations[-1]
             with contextlib.ExitStack() as stack:
                 if not (accelerator.sync_gradients or steps.syncs_each_batch):
                     stack.enter_context(accelerator.no_sync(model))
                 yield batch
         self._batch = None
-        launch.explain_failures(memory.explain_without_batch)  # in the optimizer's step
+        launch.exit_state.explain = memory.explain_without_batch  # in the optimizer's step
 
     def mean(self, losses: torch.Tensor) -> torch.Tensor:
         """(B,) losses of the current micro-batch -> its share, a scalar, of the mean over the
@@ -334,7 +334,7 @@ class Steps:
             "seconds_per_step": self._seconds_per_step,
         }
         by_rank = gather_object([own])
-        launch.explain_failures()  # later failures are not a micro-batch's
+        launch.exit_state.explain = None  # later failures are not a micro-batch's
         self.stop_signal = max(each["stop_signal"] for each in by_rank)
         if self.settings.logging_steps is None and self.accelerator.device.type != "cpu":
             seconds = by_rank[0]["seconds_per_step"]  # the same number on all ranks

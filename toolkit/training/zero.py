@@ -14,9 +14,9 @@ from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
-from toolkit.launch import log_on_main
 from toolkit.training.precision import add_autocast, reduction_dtype
 from toolkit.utils.compat import require
+from toolkit.utils.log import log_on_rank_0
 
 # What accelerate computes from `hidden_size` for a base model (768), for models without it
 _BUCKET_SIZES = {
@@ -95,7 +95,7 @@ def _set_config(
     ]
     if replaced:
         line = f"the settings replace {', '.join(replaced)} of the DeepSpeed config"
-        log_on_main(accelerator, line)
+        log_on_rank_0(line)
     config.update(values)
     config["zero_allow_untested_optimizer"] = True  # those outside DeepSpeed's list
     # by default accelerate replaces any optimizer in host memory by DeepSpeed's Adam

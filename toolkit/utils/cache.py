@@ -45,7 +45,7 @@ def cached_folder(
             "folder (export TOOLKIT_CACHE=$(mktemp -d), say), or free space if the disk is full"
         ) from error
     if accelerator is not None:
-        launch.require_equal(accelerator, f"the {kind}", {"source": digest})
+        launch.require_equal(f"the {kind}", {"source": digest})
 
 
 @contextlib.contextmanager

@@ -15,8 +15,6 @@ from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 
 import psutil
 
-from toolkit.errors import last_error
-
 _DUMP_SECONDS = 10.0  # for Python to write the stacks of a process that hangs
 
 
@@ -46,10 +44,19 @@ def run_child(
             child.wait()
     if child.returncode == 0:
         return ""
-    error = f"{last_error(log, start)} ({log})"
+    error = f"{_last_error(log, start)} ({log})"
     if child.returncode < 0:
         return f"killed by {signal.Signals(-child.returncode).name}; {error}"
     return error
+
+
+def _last_error(log: Path, start: int) -> str:
+    """The last error line of a run's output from byte `start` on, or its last line."""
+    lines = log.read_bytes()[start:].decode(errors="replace").strip().splitlines() or [""]
+    for line in reversed(lines):
+        if "error: " in line:
+            return line.partition("error: ")[2]
+    return lines[-1]
 
 
 def stop_with_parent(number: int = signal.SIGTERM) -> None:

@@ -57,7 +57,7 @@ def add_handler() -> None:
     )
 
 
-def log_on_rank_0(line: str) -> None:
+def log_on_rank_0(line: str, level: int = logging.INFO) -> None:
     """Logs a line from one process of a launch, also before there is an accelerator."""
     if os.environ.get("RANK", "0") == "0":
-        logger.info(line)
+        logger.log(level, line)

@@ -8,6 +8,7 @@ import runpy
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pandas
@@ -128,6 +129,11 @@ def test_what_is_refused(model: Path, exported: Any, tmp_path: Path, monkeypatch
     refusal(export, options(copy, out), match="is in no run's folder")
     sparse = make_architecture("BigBird", tmp_path / "sparse", ["a good film"])
     refusal(export, options(sparse, out), match="BigBird with block-sparse attention")
+    with monkeypatch.context() as patch:
+        unknown = Mock(side_effect=AttributeError("no rule for aten::x\nmore"))
+        patch.setattr(command, "convert", unknown)
+        says = ["BertForSequenceClassification", "no rule for aten::x", "toolkit predict"]
+        refusal(export, options(model, out), says=says)
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
     refusal(export, options(model, out), match="toolkit prepare")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -11,7 +11,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast, gather_object
 
-from toolkit import launch
 from toolkit.config import ModelSettings, TaskSettings
 from toolkit.data.labels import Labels
 from toolkit.data.prepare import Data
@@ -28,6 +27,7 @@ from toolkit.evaluation.outputs import predict
 from toolkit.launch.precision import autocast
 from toolkit.pretrained import load_config, model_digest
 from toolkit.utils.cache import cache_folder, cached_folder, digest_of_text
+from toolkit.utils.log import log_on_rank_0
 
 _FILE = "logits.npy"
 
@@ -61,7 +61,7 @@ def add_teacher_logits(
     logits = np.zeros((0, 0), np.float32)
     if not all(gather_object([(cache_folder() / "teachers" / digest).is_dir()])):
         rows_of = f"{len(data.train)} training rows, once"
-        launch.log_on_main(accelerator, f"computing the outputs of {name} for {rows_of}")
+        log_on_rank_0(f"computing the outputs of {name} for {rows_of}")
         teacher = ClassAnswers(labels).load(model).to(accelerator.device)
         logits = _logits(accelerator, teacher, data.train, tokenizer, settings)[:, order]
     with cached_folder("teachers", digest, accelerator, f"{name} as teacher") as (

@@ -15,7 +15,7 @@ from toolkit import launch
 from toolkit.data.labels import MULTI, REGRESSION, Labels
 from toolkit.data.token_files import load_split
 from toolkit.data.tokens import LengthBuckets, Split
-from toolkit.errors import UserError
+from toolkit.errors import UserError, printable
 from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.metrics import classification_metrics
 from toolkit.evaluation.saved_model import SavedModel, training_run
@@ -33,8 +33,7 @@ _WEIGHTS = shutil.ignore_patterns("*.safetensors*", "*.bin*")
 def export(options: Namespace) -> None:
     """Writes the folder `options.out` atomically.
 
-    Raises UserError for a model that cannot be exported, and if too many of its answers differ;
-    a model that the converter does not know is the converter's error.
+    Raises UserError for a model that cannot be exported, and if too many of its answers differ.
     """
     out = Path(options.out)
     if os.path.lexists(out):
@@ -51,7 +50,15 @@ def export(options: Namespace) -> None:
     before = answers.adjust_logits(saved.compute_outputs(validation))
     with explain_write_errors(out), replace_folder(out) as draft, quiet_transformers():
         shutil.copytree(options.model, draft, ignore=_WEIGHTS, dirs_exist_ok=True)
-        convert(saved.model.cpu(), saved.tokenizer, draft, options.to, calibration)
+        try:
+            convert(saved.model.cpu(), saved.tokenizer, draft, options.to, calibration)
+        except OSError:  # the disk's
+            raise
+        except Exception as error:
+            name = type(saved.model).__name__
+            why = printable(error, 200)
+            fault = f"the converter to {options.to} cannot convert {name}: {why}"
+            raise UserError(f"{fault}; toolkit predict computes it with torch") from error
         exported = SavedModel(str(draft))
         exported.load(saved.accelerator, saved.max_length, *_BATCH)
         after = answers.adjust_logits(exported.compute_outputs(validation))

@@ -14,6 +14,7 @@ from toolkit.data.text_files import format_of
 from toolkit.errors import listing
 from toolkit.evaluation.saved_model import SavedModel, choose_columns, fitting_settings
 from toolkit.pretrained import model_digest
+from toolkit.utils.log import log_on_rank_0
 
 
 class Job:
@@ -49,9 +50,7 @@ class Job:
             "precision": self.accelerator.mixed_precision,
         }
         self.identity = json.dumps(self.facts)
-        launch.require_equal(
-            self.accelerator, "the file, the model and the options", self.facts
-        )
+        launch.require_equal("the file, the model and the options", self.facts)
 
     def load_model(self) -> None:
         sizes = (self.options.per_device_batch_size, self.options.max_tokens_per_batch)
@@ -65,7 +64,7 @@ class Job:
 
     def log(self, line: str) -> None:
         """Prints a line, on one process."""
-        launch.log_on_main(self.accelerator, line)
+        log_on_rank_0(line)
 
 
 def empty_rows(columns: Sequence[Sequence[str]]) -> list[int]:
