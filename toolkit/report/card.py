@@ -32,7 +32,6 @@ def write_card(model_folder: Path, run_folder: Path, step: int | None = None) ->
     last = record.evaluation_at(step)
     model_class = architecture(model_folder)
     task = str(record.data.get("pipeline_tag", "text-classification"))
-    title = f"{record.base_model.rsplit('/', 1)[-1]} fine-tuned on {record.data_name}"
     dataset = hub_name(settings.get("dataset_name"))
     metrics = results(last.numbers)
     # without a licence, which we do not know
@@ -50,13 +49,13 @@ def write_card(model_folder: Path, run_folder: Path, step: int | None = None) ->
         "last": last,
         "results": metrics,
         "model_class": model_class,
-        "title": title,
         "task": task,
         "toolkit_version": __version__,
         "jieba": settings.get("tokenizer") == "jieba" or is_jieba(model_folder),
         "hyperparameters": _hyperparameters(record),
     }
-    write_atomically(model_folder / "README.md", [render("card.md", context)])
+    card = render("card.md", context, record.language)
+    write_atomically(model_folder / "README.md", [card])
 
 
 def _hyperparameters(record: Record) -> dict[str, Any]:

@@ -39,16 +39,15 @@ def charts(record: Record) -> list[Chart]:
     steps, evaluations = record.steps, record.training_evaluations
     if not steps:
         return []
-    losses = {"training": values_of(steps, "loss")}
+    losses = {"train": values_of(steps, "loss")}
     drawn = []
     if evaluations:
         split = evaluations[0]["split"]
         losses[split] = values_of(evaluations, "loss")
         for name in results(evaluations[0]):
             if name != "loss":
-                drawn.append(
-                    draw_lines(f"{name} on {split}", {"": values_of(evaluations, name)})
-                )
+                values = values_of(evaluations, name)
+                drawn.append(draw_lines(f"{name} ({split})", {"": values}))
     of_steps = {
         "Learning rate": values_of(steps, "learning_rate"),
         "Gradient norm, before clipping": values_of(steps, "grad_norm"),

@@ -87,15 +87,16 @@ def write_report(record: Record, texts: Sequence[str], name: str = "") -> None:
         context |= _predictions(record, texts)
     context["blocks"] = []
     context["links"] = {}
-    page = Page(record.folder, record, last, texts)
+    argument = Page(record.folder, record, last, texts)
     for feature in features():
-        part = feature.page(page)
+        part = feature.page(argument)
         if part:
             context["blocks"].append(
-                render_blocks(part.template, {**context, **part.context})
+                render_blocks(part.template, {**context, **part.context}, record.language)
             )
             context["links"] |= part.links
-    write_atomically(record.folder / "report.html", [render("report.html", context)])
+    page = render("report.html", context, record.language)
+    write_atomically(record.folder / "report.html", [page])
 
 
 def _predictions(record: Record, texts: Sequence[str]) -> dict[str, Any]:

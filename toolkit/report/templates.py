@@ -12,20 +12,24 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from toolkit.utils.language import Language
 
-def render(template: str | Path, context: Mapping[str, Any]) -> str:
+
+def render(template: str | Path, context: Mapping[str, Any], language: str) -> str:
     """Renders a template of this folder (by name) or of a feature (by path), with escaping in
-    HTML."""
+    HTML. `t(sentence, name=value)` there is a sentence in this language."""
     path = Path(__file__).parent / template
-    environment = _environment(path.suffix == ".html")
+    environment = _environment(path.suffix == ".html", language)
     return environment.from_string(path.read_text(encoding="utf-8")).render(context)
 
 
-def render_blocks(template: str | Path, context: Mapping[str, Any]) -> dict[str, Markup]:
+def render_blocks(
+    template: str | Path, context: Mapping[str, Any], language: str
+) -> dict[str, Markup]:
     """Renders each block of a feature's HTML template (a path or the text) -> its name and HTML."""
     if isinstance(template, Path):
         template = template.read_text(encoding="utf-8")
-    loaded = _environment(True).from_string(template)
+    loaded = _environment(True, language).from_string(template)
     blocks = {}
     for name, block in loaded.blocks.items():
         blocks[name] = Markup("".join(block(loaded.new_context(dict(context)))))
@@ -33,7 +37,7 @@ def render_blocks(template: str | Path, context: Mapping[str, Any]) -> dict[str,
 
 
 @functools.cache
-def _environment(escapes: bool) -> jinja2.Environment:
+def _environment(escapes: bool, language: str) -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
@@ -42,6 +46,16 @@ def _environment(escapes: bool) -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    text = Markup if escapes else str
+    sentences = Language(language)
+
+    def translate(sentence: str, **values: Any) -> str:
+        return text(sentences.sentence(sentence)).format(**values)
+
+    environment.globals["t"] = translate
+    environment.globals["language"] = language
+    environment.filters["sentence"] = sentences.sentence
+    environment.filters["line"] = sentences.line
     environment.filters["number"] = format_number
     environment.filters["cell"] = cell
     return environment

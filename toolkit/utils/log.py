@@ -12,6 +12,8 @@ import sys
 
 from tqdm import tqdm
 
+from toolkit.utils.language import Language
+
 logger = logging.getLogger("toolkit")
 
 
@@ -38,6 +40,17 @@ def add_handler() -> None:
     logger.propagate = (
         False  # `logging.info` of a library adds a root handler: lines printed twice
     )
+
+
+def set_language(language: Language) -> None:
+    """The language of all later lines."""
+
+    def translate(record: logging.LogRecord) -> bool:
+        record.msg = language.line(record.getMessage())
+        record.args = None
+        return True
+
+    logger.filters[:] = [translate]
 
 
 def log_on_rank_0(line: str) -> None:

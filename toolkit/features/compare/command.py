@@ -31,6 +31,8 @@ def write_page(path: Path, comparison: Comparison) -> None:
         "metric": metric,
         "table": comparison.table,
         "legend": LEGEND,
-        "charts": [curves.draw_lines(f"{metric} on validation", lines)],
+        "charts": [curves.draw_lines(f"{metric} (validation)", lines)],
     }
-    write_atomically(path, [render(Path(__file__).with_name("compare.html"), context)])
+    template = Path(__file__).with_name("compare.html")
+    language = comparison.runs[0].record.language
+    write_atomically(path, [render(template, context, language)])
