@@ -111,7 +111,7 @@ def test_a_classification(three: Run) -> None:
     assert {"script", "img", "iframe", "object"}.isdisjoint(tag for tag, _ in page.tags)
     for shown in ("all-MiniLM-L6-v2 on train<1>.csv", "step 40", "accuracy 0.7500", "2 (zero2), bf16",
                   "7,677 train", "accelerate_configs/zero2.yaml", "recipes/cls.py --seed 1",
-                  "learning_rate 5e-05", "40 of 40", "accuracy on validation"):  # fmt: skip
+                  "learning_rate 5e-05", "40 of 40", "accuracy (validation)"):  # fmt: skip
         assert shown in page.text
     predictions = lines_of(folder / "predictions.jsonl")
     wrong = []
@@ -124,8 +124,8 @@ def test_a_classification(three: Run) -> None:
     assert head == ["row", "text", "label", "prediction", "error"]
     expected = sorted(wrong, reverse=True)[:20]
     assert rows == [[*row, f"{error:.4g}"] for error, *row in expected]
-    head, *rows = page.rows["confusion"]
-    assert head == ["", *CHINESE, "samples"]
+    axis, head, *rows = page.rows["confusion"]
+    assert [*axis, *head] == ["", "predicted", "", "true", *CHINESE, "samples"]
     for name, row in zip(CHINESE, rows, strict=True):
         guesses = [line["prediction"] for line in predictions if line["label"] == name]
         counts = [guesses.count(guess) for guess in CHINESE]
