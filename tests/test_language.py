@@ -31,7 +31,7 @@ MODULES = [
                                                      "pretraining", "titles")))
     for path in (ROOT / "toolkit" / folder).rglob("*.py")
 ] + [ROOT / "toolkit" / name for name in ("run.py", "pretrained.py", "launch/world.py")]  # fmt: skip
-MAKERS = {"describe", "save", "results", "doubts", "verification_note", "command_to_continue"}
+MAKERS = {"describe", "save", "results", "doubts", "command_to_continue"}
 LOGS = {"log_on_main", "log_on_rank_0", "say", "_log", "info", "warning"}
 
 
@@ -77,7 +77,7 @@ class Lines(ast.NodeVisitor):
             self.visit_all(function)
 
     def visit_all(self, function: ast.FunctionDef) -> None:
-        if function.name in MAKERS:
+        if function.name in MAKERS or "note" in function.name:
             self.found.update(self.of_function(function))
         for node in ast.walk(function):
             if isinstance(node, ast.Call):

@@ -54,8 +54,7 @@ def write_card(model_folder: Path, run_folder: Path, step: int | None = None) ->
         "jieba": settings.get("tokenizer") == "jieba" or is_jieba(model_folder),
         "hyperparameters": _hyperparameters(record),
     }
-    card = render("card.md", context, record.language)
-    write_atomically(model_folder / "README.md", [card])
+    write_atomically(model_folder / "README.md", [render("card.md", context)])
 
 
 def _hyperparameters(record: Record) -> dict[str, Any]:

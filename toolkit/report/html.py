@@ -87,16 +87,15 @@ def write_report(record: Record, texts: Sequence[str], name: str = "") -> None:
         context |= _predictions(record, texts)
     context["blocks"] = []
     context["links"] = {}
-    argument = Page(record.folder, record, last, texts)
+    page = Page(record.folder, record, last, texts)
     for feature in features():
-        part = feature.page(argument)
+        part = feature.page(page)
         if part:
             context["blocks"].append(
-                render_blocks(part.template, {**context, **part.context}, record.language)
+                render_blocks(part.template, {**context, **part.context})
             )
             context["links"] |= part.links
-    page = render("report.html", context, record.language)
-    write_atomically(record.folder / "report.html", [page])
+    write_atomically(record.folder / "report.html", [render("report.html", context)])
 
 
 def _predictions(record: Record, texts: Sequence[str]) -> dict[str, Any]:

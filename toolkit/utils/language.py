@@ -1,7 +1,7 @@
 """The language of a run's lines and pages (`--language`).
 
 The program is written in English. A table, `zh.json`, has its sentences in another language, with
-the same `{names}` of values: `pages` by the template's sentence, and `lines`, which a whole printed
+the same `{names}` of values: `pages` by a template's sentence, and `lines`, which a whole printed
 line is matched with, so that the code that makes a line knows no language. What the table lacks
 stays English."""
 
@@ -17,23 +17,23 @@ class Language:
 
     def __init__(self, name: str) -> None:
         """`name`: en, or that of a table."""
-        table: dict[str, dict[str, str]] = {"pages": {}, "lines": {}}
-        if name != "en":
-            path = Path(__file__).with_name(f"{name}.json")
-            table = json.loads(path.read_text(encoding="utf-8"))
-        self.pages = table["pages"]
-        self._lines = [
-            (_pattern(english), translated)
-            for english, translated in table["lines"].items()
-        ]
+        self._pages: dict[str, str] = {}
+        self._lines: dict[re.Pattern[str], str] = {}
+        if name == "en":
+            return
+        path = Path(__file__).with_name(f"{name}.json")
+        table = json.loads(path.read_text(encoding="utf-8"))
+        self._pages = table["pages"]
+        for english, translated in table["lines"].items():
+            self._lines[_pattern(english)] = translated
 
     def sentence(self, english: str) -> str:
         """A sentence of a page, with its names in braces."""
-        return self.pages.get(english, english)
+        return self._pages.get(english, english)
 
     def line(self, english: str) -> str:
         """A line as it is printed."""
-        for pattern, translated in self._lines:
+        for pattern, translated in self._lines.items():
             match = pattern.fullmatch(english)
             if match:
                 # a value may be a sentence, too: `a, b and 12 more`

@@ -126,9 +126,7 @@ def _simple_models(train: Split, split: Split, size: int) -> dict[str, np.ndarra
     if truth.ndim == 2:
         linear = OneVsRestClassifier(linear)
     weighting = TfidfVectorizer(
-        lowercase=False,
-        tokenizer=str.split,
-        token_pattern=None,
+        token_pattern=r"\d+",
         ngram_range=(1, 2),
         max_features=_MAX_WEIGHTS // max(20, size),
         sublinear_tf=True,

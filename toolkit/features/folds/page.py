@@ -58,7 +58,7 @@ def write_page(folder: Path, table: Table, lines: list[dict[str, Any]], folds: i
         "suspects": suspects,
         "cells": cells,
     }
-    page = render(Path(__file__).with_name("folds.html"), context, records[0].language)
+    page = render(Path(__file__).with_name("folds.html"), context)
     write_atomically(folder / "report.html", [page])
     results = "  ".join(f"{name} {value:.4f}" for name, value in means.items())
     return f"""{len(lines)} rows out of fold, mean of {folds} folds: {results}
