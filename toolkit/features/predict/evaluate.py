@@ -93,9 +93,9 @@ def _write_folder(
     """Writes a run's files and those of features, and returns the features' lines to print."""
     files = RunFiles(job.accelerator, folder)
     model = job.options.model
-    language = training_run(model)["settings"].get("language", "en")
-    values = {"model_name_or_path": model, "language": language}
-    settings: Any = build(TaskSettings, values)
+    given = {"model_name_or_path": model}
+    given["language"] = training_run(model)["settings"].get("language", "en")
+    settings: Any = build(TaskSettings, given)
     # invalid as settings: there is no train_file
     values = {"settings": {**flat(settings), "test_file": job.options.file}}
     data = {
