@@ -117,18 +117,31 @@ class Lines(ast.NodeVisitor):
         if isinstance(node, ast.Starred):
             return self.texts(node.value)
         if isinstance(node, ast.Name):
-            values = [each.value for each in ast.walk(self.function)
-                      if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == node.id]  # fmt: skip
-            known = [text for value in values for text in self.texts(value)] or ["X"]
-            for each in ast.walk(self.function):
-                if isinstance(each, ast.AugAssign) and ast.unparse(each.target) == node.id:
-                    known += [text + more for text in known for more in self.texts(each.value)]
-            return known
+            return self.of_name(node)
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func).removeprefix("self.")
             if name in self.functions and self.functions[name] is not self.function:
                 return [*self.of_function(self.functions[name])] or ["X"]
         return ["X"]
+
+    def of_name(self, node: ast.Name) -> list[str]:
+        """What was last assigned to it before: in each branch, and where there is none."""
+        before = [
+            each
+            for each in ast.walk(self.function)
+            if isinstance(each, ast.stmt) and each.lineno <= node.lineno
+        ]
+        statement = max(before, key=lambda each: each.lineno)
+        found: list[str] = []
+        for each in sorted(before, key=lambda each: -each.lineno):
+            if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == node.id:
+                found += self.texts(each.value)
+                if each.col_offset <= statement.col_offset:
+                    break
+        for each in before:
+            if isinstance(each, ast.AugAssign) and ast.unparse(each.target) == node.id:
+                found += [text + more for text in found for more in self.texts(each.value)]
+        return found or ["X"]
 
 
 def test_every_line_of_a_run_has_its_chinese() -> None:

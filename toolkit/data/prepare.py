@@ -218,8 +218,8 @@ def _token_notes(split: str, counts: Counts, rows: int, max_length: int) -> Iter
     if unknown > WARN_UNKNOWN:
         yield f"{share}: does it read the language of these texts?"
     if counts.truncated:
-        cut = f"{100 * counts.truncated / rows:.1f} %"
-        yield f"{split}: {cut} of the texts are cut at {max_length} tokens (--max_length)"
+        share = f"{100 * counts.truncated / rows:.1f} %"
+        yield f"{split}: {share} of the texts are cut at {max_length} tokens (--max_length)"
 
 
 def _load(
