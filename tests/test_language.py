@@ -55,7 +55,7 @@ def test_every_sentence_of_a_page_has_its_chinese() -> None:
 
 
 class Lines:
-    """The templates of the lines that a module makes, with X for a value that is not known."""
+    """The templates of the lines that a module makes, with 1 for a value that is not known."""
 
     def __init__(self, path: Path) -> None:
         module = ast.parse(path.read_text(encoding="utf-8"))
@@ -93,12 +93,12 @@ class Lines:
         if isinstance(node, ast.List):
             return [text for part in node.elts for text in of(part)]
         if isinstance(node, ast.Name):
-            return self.assigned(node, function) or ["X"]
+            return self.assigned(node, function) or ["1"]
         callee = self.functions.get(ast.unparse(node).partition("(")[0].removeprefix("self."))
         if not isinstance(node, ast.Call) or callee in (None, function):
-            return ["X"]
+            return ["1"]
         returned = [each.value for each in ast.walk(callee) if isinstance(each, RETURNS)]
-        return [text for value in returned if value for text in self.texts(value, callee)] or ["X"]
+        return [text for value in returned if value for text in self.texts(value, callee)] or ["1"]
 
     def assigned(self, name: ast.Name, function: ast.FunctionDef) -> list[str]:
         """What was last assigned to a name: in each branch, and before them."""
@@ -124,7 +124,7 @@ class Lines:
 
 def test_every_line_of_a_run_has_its_chinese() -> None:
     paths = [ROOT / "toolkit" / name for name in FOLDERS.split()]
-    missing = {"X was X and is X"}  # a setting, in a list
+    missing = {"1 was 1 and is 1"}  # a setting, in a list
     for path in itertools.chain(
         *(path.rglob("*.py") if path.is_dir() else [path] for path in paths)
     ):

@@ -43,6 +43,6 @@ class Language:
 
 
 def _pattern(template: str) -> re.Pattern[str]:
-    """`{count} rows` -> a pattern with the group `count`."""
-    literal = re.escape(template)
+    """`{count} rows of {name}` -> a pattern with the groups `count`, a number, and `name`."""
+    literal = re.escape(template).replace(r"\{count\}", r"(?P<count>[\d,]+)")
     return re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>.+)", literal), re.DOTALL)
