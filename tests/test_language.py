@@ -97,8 +97,11 @@ class Lines:
         callee = self.functions.get(ast.unparse(node).partition("(")[0].removeprefix("self."))
         if not isinstance(node, ast.Call) or callee in (None, function):
             return ["1"]
-        returned = [each.value for each in ast.walk(callee) if isinstance(each, RETURNS)]
-        return [text for value in returned if value for text in self.texts(value, callee)] or ["1"]
+        returned = [
+            each.value for each in ast.walk(callee) if isinstance(each, RETURNS) and each.value
+        ]
+        found = [text for value in returned for text in self.texts(value, callee)]
+        return list(filter(None, found)) or ["1"]
 
     def assigned(self, name: ast.Name, function: ast.FunctionDef) -> list[str]:
         """What was last assigned to a name: in each branch, and before them."""
