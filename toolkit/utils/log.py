@@ -34,14 +34,6 @@ def configure() -> None:
         add_handler()
 
 
-def add_handler() -> None:
-    logger.addHandler(logging.StreamHandler(_StandardError()))
-    logger.setLevel(logging.INFO)
-    logger.propagate = (
-        False  # `logging.info` of a library adds a root handler: lines printed twice
-    )
-
-
 def set_language(language: Language) -> None:
     """The language of all later lines."""
 
@@ -51,6 +43,14 @@ def set_language(language: Language) -> None:
         return True
 
     logger.filters[:] = [translate]
+
+
+def add_handler() -> None:
+    logger.addHandler(logging.StreamHandler(_StandardError()))
+    logger.setLevel(logging.INFO)
+    logger.propagate = (
+        False  # `logging.info` of a library adds a root handler: lines printed twice
+    )
 
 
 def log_on_rank_0(line: str) -> None:
