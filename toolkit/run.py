@@ -58,7 +58,8 @@ from toolkit.training.steps import Step, Steps
 from toolkit.training.verified import script_digest, verification_note
 from toolkit.utils.features import features
 from toolkit.utils.files import explain_write_errors
-from toolkit.utils.log import log_on_rank_0
+from toolkit.utils.language import Language
+from toolkit.utils.log import log_on_rank_0, set_language
 from toolkit.utils.versions import versions
 
 Evaluate = Callable[[Split], Evaluation]
@@ -81,6 +82,7 @@ class Run:
         """Forms the process group of this launch, in the precision of the settings. Raises
         UserError for a world that is not the one asked for, and a missing tracker."""
         tracker_names(settings.training.report_to)
+        set_language(Language(settings.training.language))
         self.settings = settings
         self.recipe = _task_of(settings)
         self.accelerator = launch.make_accelerator(settings.training.mixed_precision)

@@ -93,7 +93,7 @@ def test_a_classification(three: Path, monkeypatch: Any) -> None:
     assert "somebody" not in page.source
     for shown in ("all-MiniLM-L6-v2 on train<1>.csv", "step 40", "accuracy 0.7500", "2 (zero2), bf16",
                   "7,677 train", "accelerate_configs/zero2.yaml", "~/cls.py --seed 1",
-                  "learning_rate 5e-05", "40 of 40", "accuracy on validation"):  # fmt: skip
+                  "learning_rate 5e-05", "40 of 40", "accuracy (validation)"):  # fmt: skip
         assert shown in page.text
     predictions = lines_of(three / "predictions.jsonl")
     wrong = []
@@ -105,8 +105,8 @@ def test_a_classification(three: Path, monkeypatch: Any) -> None:
     assert page.rows["mistakes"][0] == ["row", "text", "label", "prediction", "error"]
     expected = sorted(wrong, reverse=True)[:20]
     assert page.rows["mistakes"][1:] == [[*row, f"{error:.4g}"] for error, *row in expected]
-    assert page.rows["confusion"][0] == ["", *CHINESE, "samples"]
-    for name, row in zip(CHINESE, page.rows["confusion"][1:], strict=True):
+    assert page.rows["confusion"][:2] == [["", "predicted", ""], ["true", *CHINESE, "samples"]]
+    for name, row in zip(CHINESE, page.rows["confusion"][2:], strict=True):
         guesses = [line["prediction"] for line in predictions if line["label"] == name]
         counts = [guesses.count(guess) for guess in CHINESE]
         cells = [f"{count}{100 * count / len(guesses):.0f} %" if count else "·" for count in counts]

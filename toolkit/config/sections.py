@@ -330,6 +330,9 @@ class TrainingSettings:
     log_level: Literal["debug", "info", "warning", "error"] | None = None
     """The lowest level that is logged to stderr; default: `info`, or the application's
     configuration."""
+    language: Literal["en", "zh"] = "en"
+    """The language of the lines that a run prints, of its report.html and its model card; errors
+    stay English."""
     save_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """The dtype of the weights in the saved model."""
     eval_every: int | None = Field(default=None, ge=1)

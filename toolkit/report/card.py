@@ -34,7 +34,6 @@ def write_card(model_folder: Path, run_folder: Path, step: int | None = None) ->
     last = record.evaluation_at(step)
     model_class = architecture(model_folder)
     task = str(record.data.get("pipeline_tag", "text-classification"))
-    title = f"{record.base_model.rsplit('/', 1)[-1]} fine-tuned on {record.data_name}"
     dataset = hub_name(settings.get("dataset_name"))
     metrics = results(last.numbers)
     tokenizer: dict[str, Any] = {}
@@ -55,7 +54,6 @@ def write_card(model_folder: Path, run_folder: Path, step: int | None = None) ->
         "last": last,
         "results": metrics,
         "model_class": model_class,
-        "title": title,
         "task": task,
         "toolkit_version": __version__,
         "tokenizer": tokenizer,

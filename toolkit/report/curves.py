@@ -19,8 +19,6 @@ from toolkit.report.record import Record, results
 from toolkit.utils.extras import install_command, is_installed
 
 _FEW = 50  # values of a line, which are then drawn as dots
-# CSS variables of the colours C0 to C7 of curves.mplstyle
-_COLOURS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
 
 
 @dataclass(frozen=True)
@@ -29,8 +27,8 @@ class Chart:
 
     title: str
     svg: Markup
-    legend: Sequence[tuple[str, str]] = ()
-    """(CSS variable, name) of each line."""
+    legend: Sequence[str] = ()
+    """The names of its lines, which have the colours c1, c2, ... of the page."""
     note: str = ""
 
 
@@ -39,16 +37,15 @@ def charts(record: Record) -> list[Chart]:
     steps, evaluations = record.steps, record.training_evaluations
     if not steps:
         return []
-    losses = {"training": values_of(steps, "loss")}
+    losses = {"train": values_of(steps, "loss")}
     drawn = []
     if evaluations:
         split = evaluations[0]["split"]
         losses[split] = values_of(evaluations, "loss")
         for name in results(evaluations[0]):
             if name != "loss":
-                drawn.append(
-                    draw_lines(f"{name} on {split}", {"": values_of(evaluations, name)})
-                )
+                values = values_of(evaluations, name)
+                drawn.append(draw_lines(f"{name} ({split})", {"": values}))
     of_steps = {
         "Learning rate": values_of(steps, "learning_rate"),
         "Gradient norm, before clipping": values_of(steps, "grad_norm"),
@@ -88,10 +85,7 @@ def draw_lines(title: str, lines: Mapping[str, pd.Series]) -> Chart:
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(file, format="svg", metadata=no_metadata)
     svg = file.getvalue()
-    legend: Sequence[tuple[str, str]] = ()
-    if len(lines) > 1:
-        legend = list(zip(_COLOURS, lines, strict=False))
-    return Chart(title, Markup(svg[svg.index("<svg") :]), legend)
+    return Chart(title, Markup(svg[svg.index("<svg") :]), list(lines))
 
 
 def _draw_line(axes: Any, values: pd.Series) -> None:

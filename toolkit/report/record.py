@@ -41,6 +41,10 @@ class Record:
         return self.config["settings"]
 
     @property
+    def language(self) -> str:
+        return self.settings.get("language") or "en"
+
+    @property
     def data(self) -> dict[str, Any]:
         return self.config["data"]
 

@@ -19,8 +19,10 @@ from toolkit.evaluation import Evaluation
 from toolkit.models import lora
 from toolkit.training.optimizer import unwrapped_optimizer
 from toolkit.training.resume import Resumed
+from toolkit.training.verified import strategy_name
 from toolkit.utils.extras import install_command, is_installed
 from toolkit.utils.features import features
+from toolkit.utils.language import Language
 
 if TYPE_CHECKING:
     from toolkit.run import Run
@@ -76,13 +78,12 @@ def start_lines(run: Run, model: Any) -> list[str]:
 
 def _world_lines(run: Run) -> list[str]:
     accelerator = run.accelerator
-    lines = [f"run folder: {run.folder.path}"]
-    world = "one process"
-    if accelerator.num_processes > 1:
-        kind = accelerator.distributed_type.value.lower()
-        world = f"{accelerator.num_processes} processes ({kind})"
-    precision = accelerator.mixed_precision
-    lines.append(f"{world}, {accelerator.device.type}, mixed precision {precision}")
+    world = f"processes: {accelerator.num_processes} ({strategy_name(accelerator)})"
+    device, precision = accelerator.device.type, accelerator.mixed_precision
+    lines = [
+        f"run folder: {run.folder.path}",
+        f"{world}, {device}, mixed precision {precision}",
+    ]
     machines = launch.list_machines()
     if machines:
         lines.append(f"machines: {', '.join(machines)}")
@@ -91,13 +92,14 @@ def _world_lines(run: Run) -> list[str]:
 
 def _data_lines(run: Run) -> list[str]:
     data = run.data
-    sizes = ", ".join(f"{split}: {count} samples" for split, count in data.sizes.items())
-    columns = f"column {data.text_column}"
+    sizes = ", ".join(f"{split} {count}" for split, count in data.sizes.items())
+    columns = data.text_column
     if data.text_pair:
         columns += f", paired with {data.text_pair}"
     return [
-        f"{sizes}; {data.targets.describe()}",
-        f"texts: {columns}, at most {data.max_length} tokens",
+        f"samples: {sizes}",
+        data.targets.describe(),
+        f"texts: column {columns}, at most {data.max_length} tokens",
         *data.notes,
     ]
 
@@ -160,14 +162,16 @@ def write_results(run: Run, evaluation: Evaluation, seconds: float) -> None:
     write_pages(folder, run.best.step)
     samples = f"{evaluation.split} ({evaluation.numbers['num_samples']} samples)"
     lines = [
-        f"\ndone in {seconds:.0f} s; the saved model on {samples}: {evaluation}",
+        "",
+        f"done in {seconds:.0f} s; the saved model on {samples}: {evaluation}",
         *class_lines(evaluation),
         *run.answers.describe(evaluation),
         f"  {folder}/report.html  curves, results, worst mistakes: open it in a browser",
         f"  {folder}/model/       weights in {run.settings.training.save_dtype}, and their card",
         *feature_lines,
     ]
-    print(escape_controls("\n".join(lines)), flush=True)
+    language = Language(run.settings.training.language)
+    print(escape_controls("\n".join(map(language.line, lines))), flush=True)
 
 
 def write_pages(folder: Path, best_step: int) -> None:

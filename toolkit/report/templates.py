@@ -12,20 +12,24 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from toolkit.utils.language import Language
+
 
 def render(template: str | Path, context: Mapping[str, Any]) -> str:
     """Renders a template of this folder (by name) or of a feature (by path), with escaping in
-    HTML."""
+    HTML. `t("{count} rows", count=3)` there is a sentence in the language of the run, which is
+    `record` in the context."""
     path = Path(__file__).parent / template
-    environment = _environment(path.suffix == ".html")
+    environment = _environment(path.suffix == ".html", context["record"].language)
     return environment.from_string(path.read_text(encoding="utf-8")).render(context)
 
 
 def render_blocks(template: str | Path, context: Mapping[str, Any]) -> dict[str, Markup]:
-    """Renders each block of a feature's HTML template (a path or the text) -> its name and HTML."""
+    """Renders each block of a feature's HTML template (a path or the text) -> its name and HTML; as
+    `render`."""
     if isinstance(template, Path):
         template = template.read_text(encoding="utf-8")
-    loaded = _environment(True).from_string(template)
+    loaded = _environment(True, context["record"].language).from_string(template)
     blocks = {}
     for name, block in loaded.blocks.items():
         blocks[name] = Markup("".join(block(loaded.new_context(dict(context)))))
@@ -33,7 +37,7 @@ def render_blocks(template: str | Path, context: Mapping[str, Any]) -> dict[str,
 
 
 @functools.cache
-def _environment(escapes: bool) -> jinja2.Environment:
+def _environment(escapes: bool, language: str) -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
@@ -42,6 +46,14 @@ def _environment(escapes: bool) -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    translated = Language(language)
+    text = Markup if escapes else str
+
+    def fill(sentence: str, **values: Any) -> str:
+        return text(translated.sentence(sentence)).format(**values)
+
+    environment.globals |= {"t": fill, "language": language}
+    environment.filters |= {"sentence": translated.sentence, "line": translated.line}
     environment.filters["number"] = format_number
     environment.filters["cell"] = cell
     return environment

@@ -32,7 +32,7 @@ from toolkit.utils.log import logger
 NOT_OF_TRAINING = {
     "output_dir", "overwrite_output_dir", "resume", "report_to", "run_name", "project",
     "checkpoint_every", "checkpoint_in_background", "keep_checkpoints", "model_name_or_path",
-    "train_file", "validation_file", "test_file", "log_level", "logging_steps",
+    "train_file", "validation_file", "test_file", "log_level", "logging_steps", "language",
     "mixed_precision", "compare_max_length", "per_device_eval_batch_size",
 }  # fmt: skip
 # They change only which samples are computed together, as the number of processes does

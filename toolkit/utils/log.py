@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from toolkit.errors import escape_controls
+from toolkit.utils.language import Language
 
 logger = logging.getLogger("toolkit")
 
@@ -47,6 +48,17 @@ def configure() -> None:
     """Called when the package is imported."""
     if not logger.handlers and not logging.getLogger().handlers:
         add_handler()
+
+
+def set_language(language: Language) -> None:
+    """The language of all later lines."""
+
+    def translate(record: logging.LogRecord) -> bool:
+        record.msg = language.line(record.getMessage())
+        record.args = None
+        return True
+
+    logger.filters[:] = [translate]
 
 
 def add_handler() -> None:

@@ -46,7 +46,15 @@ def write_baselines(
     models = baselines(train, split, logits, answers)
     content = {"split": split.name, "num_samples": len(split), "models": models}
     write_atomically(folder / FILE, [dumps(content, indent=2), "\n"])
-    return describe(models)
+    lines = []
+    for name, metrics in models.items():
+        values = []
+        for metric, value in metrics.items():
+            values.append(
+                "{} {value:.4f} (95 %: {low:.4f}-{high:.4f})".format(metric, **value)
+            )
+        lines.append(f"  {'  '.join(values)}  {name}")
+    return [*lines, *doubts(models)]
 
 
 def read_baselines(folder: Path, last: Evaluation) -> dict[str, Any] | None:
@@ -89,19 +97,15 @@ def _one_hot(labels: np.ndarray, size: int) -> np.ndarray:
     return labels[:, None] == np.arange(size)
 
 
-def describe(models: dict[str, Any]) -> list[str]:
-    """Lines to print: F1 (macro) of each model, and a warning if the linear one is about as
-    good."""
-    values = {name: metrics["f1_macro"] for name, metrics in models.items()}
-    texts = []
-    for name, value in values.items():
-        texts.append("{} {value:.4f} ({low:.4f} to {high:.4f})".format(name, **value))
-    lines = [f"f1_macro, 95 % confidence interval: {', '.join(texts)}"]
-    model, linear = values[MODEL], values.get(LINEAR)
-    if linear and model["low"] <= linear["value"] and model["value"] < 1:
-        remedy = "check its settings, or evaluate on more rows"
-        lines.append(f"  the model is not clearly better than {LINEAR}: {remedy}")
-    return lines
+def doubts(models: dict[str, Any]) -> list[str]:
+    """A line if the linear model has about as good an F1 (macro)."""
+    if LINEAR not in models:
+        return []
+    linear, model = models[LINEAR]["f1_macro"], models[MODEL]["f1_macro"]
+    if linear["value"] < model["low"] or model["value"] == 1:
+        return []
+    remedy = "check its settings, or evaluate on more rows"
+    return [f"the model is not clearly better than {LINEAR}: {remedy}"]
 
 
 def _simple_models(train: Split, split: Split, size: int) -> dict[str, np.ndarray]:
@@ -122,9 +126,7 @@ def _simple_models(train: Split, split: Split, size: int) -> dict[str, np.ndarra
     if truth.ndim == 2:
         linear = OneVsRestClassifier(linear)
     weighting = TfidfVectorizer(
-        lowercase=False,
-        tokenizer=str.split,
-        token_pattern=None,
+        token_pattern=r"\d+",
         ngram_range=(1, 2),
         max_features=_MAX_WEIGHTS // max(20, size),
         sublinear_tf=True,

@@ -38,13 +38,13 @@ class BaselinesFeature(Feature):
         return write_baselines(folder, data.train if data else None, split, logits, answers)
 
     def page(self, page: Any) -> PagePart | None:
-        from toolkit.features.baselines.baselines import read_baselines
+        from toolkit.features.baselines.baselines import doubts, read_baselines
 
         content = read_baselines(page.folder, page.last)
         if content is None:
             return None
-        titles = list(next(iter(content["models"].values())))
-        context = {"baselines": content, "titles": titles}
+        models = content["models"]
+        context = {"models": models, "doubts": doubts(models)}
         return PagePart(Path(__file__).with_name("page.html"), context)
 
 

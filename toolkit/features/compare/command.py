@@ -27,10 +27,10 @@ def write_page(path: Path, comparison: Comparison) -> None:
         lines[run.name] = curves.values_of(run.record.training_evaluations, metric)
     context = {
         "runs": comparison.runs,
-        "last": comparison.runs[0].record.last,
+        "record": comparison.runs[0].record,
         "metric": metric,
         "table": comparison.table,
         "legend": LEGEND,
-        "charts": [curves.draw_lines(f"{metric} on validation", lines)],
+        "charts": [curves.draw_lines(f"{metric} (validation)", lines)],
     }
     write_atomically(path, [render(Path(__file__).with_name("compare.html"), context)])

@@ -16,7 +16,7 @@ from toolkit.data.tokens import Split, join_pair
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation, classification_metrics
 from toolkit.evaluation.answers import ClassAnswers
-from toolkit.evaluation.saved_model import choose_labels
+from toolkit.evaluation.saved_model import choose_labels, training_run
 from toolkit.features.predict.job import Job, empty_rows, sibling
 from toolkit.objective.losses import sample_losses
 from toolkit.report.files import RunFiles
@@ -92,7 +92,10 @@ def _write_folder(
 ) -> list[str]:
     """Writes a run's files and those of features, and returns the features' lines to print."""
     files = RunFiles(job.accelerator, folder)
-    settings: Any = build(TaskSettings, {"model_name_or_path": job.options.model})
+    model = job.options.model
+    given = {"model_name_or_path": model}
+    given["language"] = training_run(model)["settings"].get("language", "en")
+    settings: Any = build(TaskSettings, given)
     # invalid as settings: there is no train_file
     values = {"settings": {**flat(settings), "test_file": job.options.file}}
     data = {
