@@ -137,13 +137,14 @@ def reviews(folder: Path) -> None:
 @made_once("rows.csv")
 def uneven_reviews(folder: Path) -> None:
     """About 130 of `reviews`, most of them `neg`; `tags` has one or two classes for each: the label, and `film`;
-    `other` is another row's text."""
+    `topic` is `long` or `short`; `other` is another row's text."""
     import pandas as pd
 
     table = pd.read_csv(reviews())
     table = table[(table["label"] == "neg") | (table.index % 5 == 0)]
     film = table["text"].str.contains("film").map({True: "|film", False: ""})
     table["tags"] = table["label"] + film
+    table["topic"] = table["text"].str.len().gt(110).map({True: "long", False: "short"})
     table["other"] = table["text"].iloc[::-1].str[:60].tolist()
     table.to_csv(folder / "rows.csv", index=False)
 

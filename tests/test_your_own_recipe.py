@@ -20,15 +20,18 @@ from tests.matrix import TINY, runs
 from tests.runs import ROOT, assert_same_run, lines_of, losses_of, recipe, slow_but, start
 
 PAGES = [ROOT / "docs" / "your-own-recipe.md", ROOT / "docs" / "your-own-recipe.zh.md"]
+TOPICS = ["--train_file", inputs.uneven_reviews, "--text_column", "text", "--label_column", "label"]
 # run -> (edit, its settings)
 JOBS: dict[str, tuple[str, list[Any]]] = {
     "focal": ("focal", ["--gamma", 1.5, "--rare_weight", 2]),
     "learned with LoRA": ("learned", ["--lora_r", 4, "--ema_decay", 0.5]),
     "contrastive in fewer": ("contrastive", ["--per_device_batch_size", 22]),
     "metric": ("metric", ["--metric_for_best_model", "mcc"]),
+    "second with LoRA": ("second", ["--lora_r", 4, *TOPICS]),
 }
-RESUMED = ("learned", "sgd", "schedule", "own_model", "noise")
+RESUMED = ("learned", "sgd", "schedule", "own_model", "noise", "second")
 JOBS |= {edit: (edit, []) for edit in ("entropy", "contrastive", "frozen", "logged", *RESUMED)}
+JOBS["second"] = ("second", TOPICS)
 STEPS, HALF = 6, 3
 WORDS = [*TINY, "--train_file", inputs.reviews, "--eval_every", 3, "--checkpoint_every", HALF, "--learning_rate",
          "5e-3", "--lr_scheduler_type", "constant", "--global_batch_size", 22, "--per_device_batch_size", 6,
@@ -99,7 +102,9 @@ def test_a_custom_metric_chooses_the_best_model(tmp_path: Path) -> None:
 
 def test_a_custom_model_is_loaded_as_the_page_says() -> None:
     folder = single("own_model") / "model"
-    (program,) = re.findall(r"```python\n(.*?)```", PAGES[0].read_text(encoding="utf-8"), re.DOTALL)
+    *_, program = re.findall(
+        r"```python\n(.*?)```", PAGES[0].read_text(encoding="utf-8"), re.DOTALL
+    )
     program = program.replace("from my_recipe", "from recipe")
     program = program.replace("runs/mine/model", str(folder))
     program = program.replace("bert-base-chinese", str(inputs.tiny_model()))

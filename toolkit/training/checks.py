@@ -140,7 +140,9 @@ class LoopChecks:
             remedy = "reduction='none', `logits.float()`, without a mean, `no_grad` or `.detach()`"
             raise self._fault(f"`step.mean` takes {what}: use {remedy}")
         if not self._calls["forward"]:
-            raise self._fault("call the model that `prepare` returned, not a part of it")
+            raise self._fault(
+                "call the model that `prepare` returned, not a part of it instead"
+            )
 
     def expect_backward(self, mean_loss: torch.Tensor) -> None:
         """Counts the backward passes of a micro-batch's loss."""
