@@ -101,4 +101,4 @@ def test_the_report_page_names_the_columns(tmp_path: Path) -> None:
     columns = {"text_column": "TEXT", "text_pair": "TARGET", **labels.source()}
     make_run(tmp_path / "run", labels, [line], {"loss": 0.5}, **columns)
     page = write_report_of_folder(tmp_path / "run").read_text(encoding="utf-8")
-    assert "TEXT and TARGET, labels in STANCE" in page
+    assert all(name in page for name in ("text: TEXT", "pair: TARGET", "label: STANCE"))
