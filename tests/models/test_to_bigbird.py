@@ -138,7 +138,7 @@ def test_unsuitable_sources_and_lengths(bert: Bert, out: Path) -> None:
     for path in bert().glob("tokenizer*"):
         path.unlink()
     assert_refused(source, "tokenizer")
-    assert_refused("demo:minilmm", "did you mean demo:minilm")
+    assert_refused("demo:minilmm", "choose demo:minilm")
 
 
 def test_a_recipes_long_model_is_cached(bert: Bert, monkeypatch: Any, toolkit_cache: Path) -> None:
