@@ -166,3 +166,11 @@ def test_a_file_is_read_as_in_training_where_it_has_that_form(
     given = Namespace(**options, delimiter=";")
     settings = reading_settings(given, **fitting)
     assert (settings.delimiter, settings.encoding == "gb18030") == (";", "encoding" in fits)
+
+
+def test_reading_that_a_stranger_has_written_into_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("text\na\n")
+    save_columns(tmp_path / "model", train_file="a.csv", delimiter=["x"], text_column="text")
+    says = ["tokenizer_config.json", "delimiter"]
+    refusal(fitting_settings, str(tmp_path / "model"), str(path), None, says=says)

@@ -30,6 +30,7 @@ from toolkit.data.tokenizer import (
     separator_of,
 )
 from toolkit.data.tokens import Split
+from toolkit.errors import UserError
 from toolkit.evaluation.answers import Answers, answers_for
 from toolkit.evaluation.outputs import BatchSizes
 from toolkit.launch.precision import autocast
@@ -68,16 +69,21 @@ def training_columns(name: str) -> dict[str, Any]:
 def fitting_settings(name: str, file: str, text_column: str | None) -> dict[str, Any]:
     """Those of the settings with which the model's training file was read that fit a file: of the
     same format; an encoding if the file is not in UTF-8; a delimiter that its first line has; names
-    of columns if that line is no header with the column of texts."""
+    of columns if that line is no header with the column of texts. Raises UserError for values of
+    another type."""
     trained = training_columns(name)
     path = files_of(file)[0]
-    suffixes = Path(trained.get("train_file", "").lower()).suffixes
+    suffixes = Path(str(trained.get("train_file", "")).lower()).suffixes
     if not path.is_file() or format_of(path) not in suffixes:
         return {}
     fitting = {each: trained[each] for each in REMEMBERED if each in trained}
     if "encoding" in fitting and not undecodable_lines(path, "utf-8")[1]:
         del fitting["encoding"]
-    settings = TextSettings(**fitting)
+    try:
+        settings = TextSettings(**fitting)
+    except ValueError as error:
+        where = f"{name}/tokenizer_config.json, {COLUMNS}"
+        raise UserError(f"{where}: {' '.join(str(error).split())}") from error
     header = "".join(first_lines(path, settings, 1))
     delimiter = delimiter_of(path, settings)
     is_text = False
