@@ -103,9 +103,8 @@ def _bbc(folder: Path) -> list[Row]:
     name."""
     rows: list[Row] = []
     for file in sorted(folder.glob("*/*.txt")):
-        text = file.read_text(
-            encoding="utf-8", errors="ignore"
-        )  # a pound sign in one file is not
+        # a pound sign in one file is not
+        text = file.read_text(encoding="utf-8", errors="ignore")
         title, _, body = text.partition("\n")
         rows.append((body.strip(), title.strip(), file.parent.name))
     return drop_duplicates(rows)

@@ -42,9 +42,8 @@ def load_config(settings: PretrainedSettings) -> Any:
     name = str(settings.model_name_or_path)
     with explain_load_errors(name) as path, quiet_transformers():
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    if "/" in str(
-        config._attn_implementation
-    ):  # code on the hub: only the user may choose it
+    # code on the hub: only the user may choose it
+    if "/" in str(config._attn_implementation):
         config._attn_implementation = None
     return config
 

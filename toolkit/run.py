@@ -387,9 +387,8 @@ class Run:
 
 def _task_of(settings: Any) -> str:
     """cls, bigbird, title, ...: whose class these settings have, or one derived from it."""
-    for name, settings_class in reversed(
-        tasks().items()
-    ):  # those that derive from others last
+    # those that derive from others last
+    for name, settings_class in reversed(tasks().items()):
         if isinstance(settings, settings_class):
             return name
     return type(settings).__name__.lower()

@@ -48,9 +48,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Raises UserError."""
     from toolkit.conversion.convert import ConvertSettings, convert  # imports torch
 
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # like Ctrl-C: removes the draft
+    # like Ctrl-C: removes the draft
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     settings = ConvertSettings(
         arguments.dtype, arguments.config_from, arguments.base_model, arguments.prefix
     )

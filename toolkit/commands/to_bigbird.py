@@ -24,12 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Raises UserError."""
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # like Ctrl-C: removes the draft
-    os.environ.setdefault(
-        "DS_ACCELERATOR", "cpu"
-    )  # or DeepSpeed warns of a missing accelerator
+    # like Ctrl-C: removes the draft
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # or DeepSpeed warns of a missing accelerator
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from toolkit.models.to_bigbird import SparseSizes, to_bigbird
 
     sizes = SparseSizes(arguments.max_length)

@@ -76,9 +76,8 @@ def sections_of(settings_class: type) -> dict[str, type]:
 def fields_of(section: type) -> dict[str, Any]:
     """Name -> pydantic's field, whose description is the docstring below it."""
     fields: dict[str, Any] = {}
-    for part in reversed(
-        section.__mro__
-    ):  # only the declaring class has a field's docstring
+    # only the declaring class has a field's docstring
+    for part in reversed(section.__mro__):
         for name, field in getattr(part, "__pydantic_fields__", {}).items():
             if field.description or name not in fields:
                 fields[name] = field

@@ -60,9 +60,8 @@ def encode_blocks(
         encode = _encode_ends
     elif getattr(tokenizer, "is_fast", False):
         encode = _encode_fast
-        workers = (
-            2  # one waits for the tokenizer's own threads while the other makes arrays
-        )
+        # one waits for the tokenizer's own threads while the other makes arrays
+        workers = 2
     bar = Progress(what, total, "texts")
     done = 0
     with ThreadPoolExecutor(workers, "tokenize") as threads:

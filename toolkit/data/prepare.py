@@ -132,9 +132,8 @@ def prepare_data(
         if draft:
             _write(draft, settings, tokenizer, tables, facts["max_length"])
     data = _load(settings, folder, model_config, tables)
-    objective = getattr(
-        settings, "objective", None
-    )  # a user's recipe may lack this section
+    # a user's recipe may lack this section
+    objective = getattr(settings, "objective", None)
     if objective is not None and isinstance(data.targets, Labels):
         device = torch.device("cpu") if accelerator is None else accelerator.device
         data = weigh_classes(data, objective, device)

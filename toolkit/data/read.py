@@ -259,9 +259,8 @@ def _read_parquet(path: Path, settings: TextSettings) -> Iterator[pyarrow.Record
     with pyarrow.parquet.ParquetFile(path) as file:
         text_files.check_columns(path, file.schema_arrow.names)
         schema = file.schema_arrow
-        for place, field in enumerate(
-            schema
-        ):  # older Spark, Hive and Impala: text without a type
+        # older Spark, Hive and Impala: text without a type
+        for place, field in enumerate(schema):
             if pyarrow.types.is_binary(field.type):
                 schema = schema.set(place, field.with_type(pyarrow.string()))
         for batch in file.iter_batches(batch_size=text_files.BLOCK_ROWS):

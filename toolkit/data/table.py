@@ -15,9 +15,8 @@ import numpy as np
 
 from toolkit.errors import UserError, did_you_mean, listing
 
-if (
-    TYPE_CHECKING
-):  # a process whose tokens are cached needs neither the library nor the rows
+# a process whose tokens are cached needs neither the library nor the rows
+if TYPE_CHECKING:
     import datasets
 
 BATCH_ROWS = 2048

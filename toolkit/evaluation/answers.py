@@ -144,9 +144,8 @@ def _decode_label(label: Any, labels: Labels) -> Any:
         return labels.names[int(label)]
     if labels.problem_type == MULTI:
         return [name for name, present in zip(labels.names, label, strict=True) if present]
-    numbers = [
-        float(str(number)) for number in np.atleast_1d(label)
-    ]  # 0.1, not 0.10000000149
+    # 0.1, not 0.10000000149
+    numbers = [float(str(number)) for number in np.atleast_1d(label)]
     return numbers[0] if labels.size == 1 else numbers
 
 

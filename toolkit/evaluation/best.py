@@ -75,9 +75,8 @@ class Best:
         """Continues from a checkpoint's state, unless that is of another metric or
         `--greater_is_better`."""
         if (state["metric"], state.get("sign", self.sign)) == (self.metric, self.sign):
-            value = (
-                -math.inf if state["value"] is None else state["value"]
-            )  # no evaluation gave a number yet
+            # no evaluation gave a number yet
+            value = -math.inf if state["value"] is None else state["value"]
             self.value, self.step, self.patience_counter = (
                 value,
                 state["step"],

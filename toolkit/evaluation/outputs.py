@@ -133,9 +133,8 @@ class Outputs:
         tokens, all_tokens = 0, max(1, int(self.split.lengths.sum()))
         samples = 0
         model.eval()
-        with (
-            torch.no_grad()
-        ):  # not inference_mode: parameters gathered in it could not be trained
+        # not inference_mode: parameters gathered in it could not be trained
+        with torch.no_grad():
             for place, collation in enumerate(collations):
                 following = collations[place + 1] if place + 1 < len(collations) else None
                 batch = prefetcher.batch(collation, following)

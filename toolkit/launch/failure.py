@@ -71,10 +71,8 @@ def run(main: Callable[[], None], relaunches: bool = True) -> None:
     Exit codes: 0 done, 1 failed, 128 + N stopped by signal N. Without `relaunches` the launch
     options are left to `main`.
     """
-    for stream in (
-        sys.stdout,
-        sys.stderr,
-    ):  # a terminal's encoding must not end finished work
+    # a terminal's encoding must not end finished work
+    for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
@@ -105,8 +103,12 @@ def run(main: Callable[[], None], relaunches: bool = True) -> None:
     except BaseException as error:
         if not is_panic(error):
             raise
-        why = "the model's tokenizer.json is damaged, or of another version of tokenizers"
-        fail(_failure(f"a library gave up [{first_line(error)}]: {why}"))
+        cause = first_line(error)
+        fail(
+            _failure(
+                f"tokenizer.json is damaged, or of another version of tokenizers [{cause}]"
+            )
+        )
 
 
 def _failure(message: str, trace: str = "") -> Failure:
@@ -142,16 +144,14 @@ def _describe(error: Exception) -> Failure:
 def fail(failure: Failure) -> NoReturn:
     """Reports a failure, to our launcher, which prints it, or else here; and exits."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # of a launcher, when the first rank has exited
+        # of a launcher, when the first rank has exited
+        signal.signal(number, signal.SIG_IGN)
     file = os.environ.get(ERROR_FILE)
     if file:
         with contextlib.suppress(OSError):  # the launcher was killed, or the disk is full
             Path(file).write_text(json.dumps(asdict(failure)), encoding="utf-8")
-    elif (
-        failure.code != INTERRUPTED or exit_state.place.rank == 0
-    ):  # Ctrl-C reaches all of a terminal
+    # Ctrl-C reaches all of a terminal
+    elif failure.code != INTERRUPTED or exit_state.place.rank == 0:
         _wait_for_cause(failure)
         exit_with(failure)
     _exit(failure.code)
@@ -188,9 +188,8 @@ def _exit_at_end() -> None:
     order that sometimes aborts the process, and unloads what was imported for seconds.
     """
     if exit_state.exit_code:
-        signal.signal(
-            signal.SIGTERM, signal.SIG_IGN
-        )  # of a launcher, when the first has exited
+        # of a launcher, when the first has exited
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     board, exit_state.board = exit_state.board, None
     if board:
         board.finish()

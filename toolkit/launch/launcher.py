@@ -39,9 +39,8 @@ def launch(request: Request) -> int:
     """Runs what was requested; returns the exit code. Raises UserError if it cannot start."""
     if environment.accelerate_options():
         stop_with_parent()  # `accelerate launch` forwards no stop signal
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # for addresses without a host name
+    # for addresses without a host name
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with tempfile.TemporaryDirectory(prefix="toolkit-") as folder:
         return Launcher(request, Path(folder)).run()
 

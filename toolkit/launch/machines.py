@@ -13,9 +13,8 @@ from toolkit.launch.network import LOOPBACK, is_this_machine
 
 TWO_NODE_FILES = "accelerate_configs/2node.yaml (or 2node_zero2, 2node_zero3, 2node_fsdp2)"
 PLACEHOLDER = "ADDRESS_OF_MACHINE_0"
-DEFAULT_PORT = (
-    29600  # not torch's, which the user's `accelerate launch` keeps open meanwhile
-)
+# not torch's, which the user's `accelerate launch` keeps open meanwhile
+DEFAULT_PORT = 29600
 
 
 @dataclass(frozen=True)

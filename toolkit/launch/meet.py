@@ -105,9 +105,8 @@ def meet(
             "versions and settings", [(host, facts) for host, _, facts in members]
         )
     except UserError as error:
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the first machine has read it, and has ended
+        # the first machine has read it, and has ended
+        with contextlib.suppress(RuntimeError):
             store.set(_FAULT, str(error))
             time.sleep(_READ_SECONDS)
         raise

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 LOOPBACK = "127.0.0.1"
-_TEST_NET = (
-    "192.0.2.1"  # reserved for documentation: packets to it would take the default route
-)
+# reserved for documentation: packets to it would take the default route
+_TEST_NET = "192.0.2.1"
 _STORE_TIMEOUT = timedelta(minutes=5)
 _CONNECT_SECONDS, _POLL_SECONDS = 3.0, 0.1
 
@@ -172,9 +171,8 @@ def choose_interface(local_address: str) -> None:
     interface = local_addresses().get(local_address)
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault(
-            "NCCL_SOCKET_IFNAME", f"={interface}"
-        )  # without `=`, eth1 means eth10 too
+        # without `=`, eth1 means eth10 too
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
 def node_id() -> str:

@@ -68,10 +68,8 @@ def choose_matmul_precision(accelerator: Accelerator) -> None:
     torch.set_float32_matmul_precision("high" if use_tf32 else "highest")
     if not on_gpu:
         return
-    with warnings.catch_warnings(
-        action="ignore"
-    ):  # torch.compile does not accept the newer name
-        torch.backends.cudnn.allow_tf32 = (
-            use_tf32  # by default fp32 convolutions use it, too
-        )
+    # torch.compile does not accept the newer name
+    with warnings.catch_warnings(action="ignore"):
+        # by default fp32 convolutions use it, too
+        torch.backends.cudnn.allow_tf32 = use_tf32
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -44,9 +44,8 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         StopSignals.current = self
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # others cannot set handlers
+        # others cannot set handlers
+        if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP under nohup
                     self._before[number] = signal.signal(number, self._handle)
@@ -64,11 +63,9 @@ class StopSignals:
                 raise KeyboardInterrupt
             return
         self.requested, self._since = number, now
-        if (
-            self._prints and number != signal.SIGTERM
-        ):  # which launchers send after a failure, too
+        # which launchers send after a failure, too
+        if self._prints and number != signal.SIGTERM:
             line = f"\n{signal.Signals(number).name}: stopping after this step, with a checkpoint\n"
             with contextlib.suppress(OSError):  # the terminal is closed
-                os.write(
-                    2, line.encode()
-                )  # a signal handler must not wait for a stream's lock
+                # a signal handler must not wait for a stream's lock
+                os.write(2, line.encode())

@@ -51,9 +51,8 @@ def use_deepspeed(place: Place, device: str) -> bool:
         path = find_file(file or DEFAULT_DEEPSPEED_CONFIG, sys.argv[0], "ds_configs")
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         os.environ[_CONFIG_FILE] = str(path)
-    if (
-        os.environ.get(_ACCUMULATION) == "auto"
-    ):  # in its config; accelerate reads a number here
+    # in its config; accelerate reads a number here
+    if os.environ.get(_ACCUMULATION) == "auto":
         del os.environ[_ACCUMULATION]
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(name, value)

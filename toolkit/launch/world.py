@@ -92,9 +92,8 @@ def _choose_device(place: Place) -> str:
 
     device = "cpu" if is_set("ACCELERATE_USE_CPU") else device_type()
     if device == "cpu":
-        os.environ.setdefault(
-            "DS_ACCELERATOR", "cpu"
-        )  # as DeepSpeed would find with a warning
+        # as DeepSpeed would find with a warning
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # for a further model the variables are torch's, no longer the scheduler's
     if exit_state.world is None and device == "cuda" and place.world_size > 1:
         _choose_gpu(place, torch.cuda.device_count())

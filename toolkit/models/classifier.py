@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import (
-    set_seed,
-)  # transformers' own imports peft, which takes a second
+from accelerate.utils import set_seed  # transformers' own imports peft, for a second
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -163,9 +161,8 @@ def from_pretrained(
         log_on_rank_0(
             f"{name}: the adapter beside the weights is not applied (`toolkit convert` merges one)"
         )
-    if (
-        attention and config.model_type != "big_bird"
-    ):  # `choose_attention` installs a BigBird's
+    # `choose_attention` installs a BigBird's
+    if attention and config.model_type != "big_bird":
         options["attn_implementation"] = attention
     with (
         explain_load_errors(name, attention) as path,
@@ -220,16 +217,12 @@ def freeze_unused(model: Any, **inputs: Any) -> None:
     """
     ids = torch.full((1, 8), 3)
     if model.config.is_encoder_decoder:
-        ids[0, -1] = (
-            model.config.eos_token_id
-        )  # BART's head reads the state of the last </s>
+        # BART's head reads the state of the last </s>
+        ids[0, -1] = model.config.eos_token_id
     training = model.training
     attention = model.config._attn_implementation
-    if attention not in (
-        None,
-        "sdpa",
-        "eager",
-    ):  # on a CPU flash and flex attention do not work
+    # on a CPU flash and flex attention do not work
+    if attention not in (None, "sdpa", "eager"):
         model.config._attn_implementation = "eager"
     model.eval()  # nothing is drawn, no layer is dropped, no running mean changes
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits

@@ -39,9 +39,8 @@ def add_lora(model: Any, settings: ModelSettings, new: Iterable[str] = ()) -> An
         ],
     )
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", FutureWarning
-        )  # peft uses an old name of transformers
+        # peft uses an old name of transformers
+        warnings.simplefilter("ignore", FutureWarning)
         return peft.get_peft_model(model, config)
 
 

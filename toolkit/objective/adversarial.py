@@ -105,7 +105,6 @@ def _norms(gradient: Tensor, token_samples: Tensor | None) -> Tensor:
         return gradient.flatten(1).norm(dim=1)[:, None, None]
     squares = gradient.square().sum(-1).flatten()
     samples = token_samples.flatten()
-    sums = torch.zeros_like(squares).index_add(
-        0, samples, squares
-    )  # fewer samples than tokens
+    # fewer samples than tokens
+    sums = torch.zeros_like(squares).index_add(0, samples, squares)
     return sums.sqrt()[token_samples][..., None]

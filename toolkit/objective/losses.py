@@ -68,9 +68,8 @@ def sample_losses(
         )
         return losses if focal_gamma is None else _focal(losses, focal_gamma)
     if problem_type == "multi_label_classification":
-        losses = F.binary_cross_entropy_with_logits(
-            logits, labels, reduction="none"
-        )  # (B, C)
+        # (B, C)
+        losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
         if focal_gamma is not None:
             losses = _focal(losses, focal_gamma)
         if pos_weight is not None:

@@ -82,9 +82,8 @@ class RunFiles:
 
     def append_evaluation(self, evaluation: Evaluation, step: int, **extra: Any) -> None:
         """Appends to eval.jsonl; `extra`: about an evaluation that is no result of the run."""
-        if (
-            self.writes and not extra
-        ):  # after a kill here there are none, rather than earlier ones
+        # after a kill here there are none, rather than earlier ones
+        if self.writes and not extra:
             (self.path / "predictions.jsonl").unlink(missing_ok=True)
         place = {"step": step, "split": evaluation.split}
         self.append("eval.jsonl", {**place, **extra, **evaluation.numbers})

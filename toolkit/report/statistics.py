@@ -79,9 +79,8 @@ def _weighted_scores(lines: Lines) -> Scores:
     """Scores that each line has, as titles and masked tokens do, by the line's weight."""
     names = sorted(lines[0]["scores"])
     weights = np.array([[line.get("weight", 1.0)] for line in lines])  # (N, 1)
-    scores = np.array(
-        [[line["scores"][name] for name in names] for line in lines]
-    )  # (N, M)
+    # (N, M)
+    scores = np.array([[line["scores"][name] for name in names] for line in lines])
     rows = np.hstack([weights * scores, weights])
 
     def metrics(means: np.ndarray) -> np.ndarray:

@@ -142,9 +142,8 @@ def _schedule_of_settings(
     warmup = settings.warmup_steps
     if warmup is None:
         warmup = math.ceil(total_steps * (settings.warmup_ratio or 0.0))
-    steps = max(
-        total_steps, warmup + 1
-    )  # polynomial divides by the steps after the warm-up
+    # polynomial divides by the steps after the warm-up
+    steps = max(total_steps, warmup + 1)
     return get_scheduler(settings.lr_scheduler_type, optimizer, warmup, steps)
 
 

@@ -47,9 +47,8 @@ def prepare_for_strategy(
     if settings.torch_compile:
         compile_layers(accelerator, model)
     accelerator.gradient_accumulation_steps = accumulation
-    if (
-        accelerator.scaler is not None
-    ):  # the schedule would count a step that a fused kernel skips
+    # the schedule would count a step that a fused kernel skips
+    if accelerator.scaler is not None:
         optimizer._step_supports_amp_scaling = False
     launch.exit_state.explain = memory.explain_without_batch
     if accelerator.state.deepspeed_plugin:

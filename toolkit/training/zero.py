@@ -126,9 +126,8 @@ class ReduceOnce(DeepSpeedEngineWrapper):
         engine.backward(loss, **options)
         if sync_gradients:
             self._step.close()  # reduces
-            engine.set_gradient_accumulation_boundary(
-                True
-            )  # leaving the block has reset it
+            # leaving the block has reset it
+            engine.set_gradient_accumulation_boundary(True)
             engine.step()
 
 

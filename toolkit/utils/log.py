@@ -64,9 +64,8 @@ def set_language(language: Language) -> None:
 def add_handler() -> None:
     logger.addHandler(logging.StreamHandler(_StandardError()))
     logger.setLevel(logging.INFO)
-    logger.propagate = (
-        False  # `logging.info` of a library adds a root handler: lines printed twice
-    )
+    # `logging.info` of a library adds a root handler: lines printed twice
+    logger.propagate = False
 
 
 def log_on_rank_0(line: str, level: int = logging.INFO) -> None:

@@ -64,9 +64,8 @@ def _is_older(version: str, specifier: Any) -> bool:
 def comparable_versions(script: str | Path | None = None) -> dict[str, str | None]:
     """Name -> version for a comparison between machines; `script`, the recipe, counts as code."""
     values = versions(ALL_PACKAGES)
-    values["python"] = str(values["python"]).rpartition(".")[
-        0
-    ]  # patch releases are compatible
+    # patch releases are compatible
+    values["python"] = str(values["python"]).rpartition(".")[0]
     values["code"] = code_digest(script)
     return values
 

@@ -62,9 +62,8 @@ def _print_answers(options: Any) -> None:
         max_length=options.max_length,
         mixed_precision=options.mixed_precision,
     )
-    for text, answer in zip(
-        options.text, answers, strict=False
-    ):  # the main process has them
+    # the main process has them
+    for text, answer in zip(options.text, answers, strict=False):
         print(json.dumps({"text": text, **answer}, ensure_ascii=False))
 
 

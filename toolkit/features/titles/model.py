@@ -110,9 +110,8 @@ def _configure_generation(
     }
     model.config.update(tokens)
     model.config.vocab_size = model.config.decoder.vocab_size
-    model.config.hidden_size = (
-        model.config.encoder.hidden_size
-    )  # for DeepSpeed's `auto` sizes
+    # for DeepSpeed's `auto` sizes
+    model.config.hidden_size = model.config.encoder.hidden_size
     model.generation_config = GenerationConfig(
         **tokens,
         num_beams=generation.num_beams,

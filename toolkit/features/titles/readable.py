@@ -44,9 +44,8 @@ def readable(tokenizer: Any, ids: Sequence[int]) -> str:
     text = tokenizer.decode(
         ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
-    return without_token_spaces(
-        re.sub(r"^##(?=\w)", "", text)
-    )  # the first token continues a word
+    # the first token continues a word
+    return without_token_spaces(re.sub(r"^##(?=\w)", "", text))
 
 
 def without_token_spaces(text: str) -> str:

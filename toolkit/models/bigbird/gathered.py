@@ -26,9 +26,8 @@ from toolkit.models.head_groups import Group, head_groups, like_projection
 # query blocks per group: 4 heads at 4096 tokens, whose keys and values fit a CPU's cache. A GPU
 # takes 16: it waits for the CPU, which starts over 300 kernels per group and training step.
 _BLOCKS = 256
-_tables = torch.compiler.disable(
-    tables
-)  # a graph would contain the random blocks of one pattern
+# a graph would contain the random blocks of one pattern
+_tables = torch.compiler.disable(tables)
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -54,9 +53,8 @@ class _Part(NamedTuple):
 
     rows: Callable[[Tensor], Tensor]  # a view, (P, R, Q, ...)
     keys: Callable[[Tensor], Tensor]  # (P, R, K, ...)
-    add: Callable[
-        [Tensor, Tensor], Any
-    ]  # adds gradients (P, R, K, hs) of the keys to their sum
+    # adds gradients (P, R, K, hs) of the keys to their sum
+    add: Callable[[Tensor, Tensor], Any]
 
     def bias(self, bias: Tensor | None, queries: Tensor) -> Tensor | None:
         """(P, n, b) -> (P, R, Q, K)."""

@@ -64,9 +64,8 @@ def _draw(pattern: Pattern) -> list[np.ndarray]:
         block_size=block,
         num_random_blocks=random,
     )
-    with torch.device(
-        "meta"
-    ):  # without weights, whose initialization would draw random numbers
+    # without weights, whose initialization would draw random numbers
+    with torch.device("meta"):
         layer = BigBirdBlockSparseAttention(config).train(training)
     if length in _PAPER_LENGTHS:
         # by the paper's rule, for the longest text, not the batch's length
