@@ -78,13 +78,13 @@ def run(main: Callable[[], None], relaunches: bool = True) -> None:
     try:
         with contextlib.suppress(UserError):  # which `make_accelerator` raises again
             exit_state.place = place_of(os.environ)
+        collector.before_imports()
         if relaunches:
             sys.argv, request = take_options(sys.argv)
             if request is not None:
                 from toolkit.launch.launcher import launch
 
                 _exit(launch(request))
-        collector.before_imports()
         check_requirements()
         main()
         _exit_at_end()

@@ -56,6 +56,8 @@ class Board:
         self._own: Failure | None = None
         self._first: Failure | None = None
         self._finished = False
+        self._wake = threading.Event()
+        """Set: the next heartbeat is due at once."""
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
         self._thread.start()
 
@@ -66,6 +68,7 @@ class Board:
     def publish(self, failure: Failure) -> Failure:
         """Publishes a failure, without its text; returns the run's first one: this or another."""
         self._own = replace(failure, text="")
+        self._wake.set()
         self._thread.join(_WRITE_SECONDS)
         if self._first in (None, self._own):
             return failure
@@ -75,6 +78,7 @@ class Board:
         """This member's work is done. Waits for the others, which may read the store of member 0;
         returns the run's failure, if one of them fails."""
         self._finished = True
+        self._wake.set()
         while self._thread.is_alive() and self._lost() is None:
             self._thread.join(0.1)
         return self.failure()
@@ -97,7 +101,8 @@ class Board:
         try:
             while not self._exchange(number):
                 number += 1
-                time.sleep(_BEAT_SECONDS)
+                self._wake.wait(_BEAT_SECONDS)
+                self._wake.clear()
         except RuntimeError:  # the process that serves the store has ended
             if not self._finished:
                 line = (
