@@ -27,7 +27,9 @@ SETTINGS = ["--config_file", "accelerate_configs/zero3.yaml", "--dropout", "0", 
             "--learning_rate", "1e-5"]  # fmt: skip
 # the recipe, which also writes how long each save makes training wait
 TIMED_RECIPE = """
-import runpy, time
+import time
+from recipes import cls
+from toolkit import launch
 from toolkit.training.checkpoints import Checkpoints
 
 save = Checkpoints.save_if_due
@@ -42,7 +44,8 @@ def timed_save(self, *arguments, **options):
 
 
 Checkpoints.save_if_due = timed_save
-runpy.run_path("recipes/cls.py", run_name="__main__")
+if __name__ == "__main__":
+    launch.run(cls.main)
 """
 
 
@@ -109,7 +112,10 @@ def run(settings: list[str], output: Path, steps: int) -> tuple[float, list[dict
     ]
     started, first = time.monotonic(), 0.0
     with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors)
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=errors
+        )
         while process.poll() is None:
             time.sleep(0.05)
             if not first and log.exists() and len(log.read_text().splitlines()) > before:

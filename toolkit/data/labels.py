@@ -115,11 +115,17 @@ class Labels(Targets):
         parts = [np.zeros(0, dtype)]
         for rows, cells in read_cells(table, self.columns):
             values = []
+            known: dict[
+                str, Any
+            ] = {}  # of distinct cells, which are few; lists have no hash
             for row, cell in zip(rows.tolist(), cells, strict=True):
-                try:
-                    values.append(self._value(cell))
-                except ValueError as error:
-                    raise UserError(f"{table.where(row)}: {error}") from error
+                text = repr(cell)
+                if text not in known:
+                    try:
+                        known[text] = self._value(cell)
+                    except ValueError as error:
+                        raise UserError(f"{table.where(row)}: {error}") from error
+                values.append(known[text])
             parts.append(np.array(values, dtype))
         return np.concatenate(parts[1:] or parts)
 

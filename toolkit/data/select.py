@@ -197,18 +197,19 @@ def _filled(
 def _hold_out(splits: dict[str, Samples], targets: Targets, settings: Any) -> str:
     """Moves rows of `train` to `validation`, the same share of each class, and returns a
     note. Raises UserError for too few rows."""
-    from sklearn.model_selection import train_test_split
-
     share = settings.data.validation_split
     seed = data_seed(settings)
     samples = splits["train"]
-    places = np.arange(len(samples))
+    # the generator whose numbers stay the same from version to version
+    places = np.random.RandomState(seed).permutation(len(samples))
     strata = targets.strata(samples.targets)
     if strata is not None:
-        class_sizes = np.bincount(strata)
-        repeats = class_sizes[strata] > 1  # a class of one row can only be trained on
-        places = places[repeats]
-        strata = strata[repeats]
+        classes = strata[places]
+        repeats = (
+            np.bincount(strata)[classes] > 1
+        )  # a class of one row can only be trained on
+        order = np.argsort(classes[repeats], kind="stable")
+        places = places[repeats][order]
     count = max(1, round(len(places) * share))
     if count >= len(places):
         raise UserError(
@@ -216,14 +217,9 @@ def _hold_out(splits: dict[str, Samples], targets: Targets, settings: Any) -> st
             f"to hold out a part of {share:g} for validation: pass --validation_file; is the "
             "label column right?"
         )
-    fewest = min(count, len(places) - count)
-    if strata is not None and fewest < len(np.unique(strata)):
-        strata = None  # too few rows for some of each class
-    _, validation = train_test_split(
-        places, test_size=count, random_state=seed, stratify=strata
-    )
     held_out = np.zeros(len(samples), bool)
-    held_out[validation] = True
+    # evenly spaced, which takes of each class its share, to within a row
+    held_out[places[np.arange(count) * len(places) // count]] = True
     splits["train"] = samples.select(np.flatnonzero(~held_out))
     splits["validation"] = samples.select(np.flatnonzero(held_out))
     how = f"--validation_split {share:g}, seed {seed}"
@@ -245,10 +241,13 @@ def _limit(splits: dict[str, Samples], settings: Any) -> Iterator[str]:
 
 def _overlaps(splits: Mapping[str, Samples]) -> Iterator[str]:
     """Notes on texts (or pairs) of another split that are also in the training data."""
-    trained = splits["train"].hashes
+    trained = np.sort(splits["train"].hashes)
     for split, samples in splits.items():
-        seen = np.isin(samples.hashes, trained)
-        if split == "train" or not seen.any():
+        if split == "train":
+            continue
+        places = np.searchsorted(trained, samples.hashes)  # np.isin takes a GB for 10M rows
+        seen = trained[places % len(trained)] == samples.hashes
+        if not seen.any():
             continue
         rows = listing(row + 1 for row in samples.table.row_numbers[seen])
         yield (
