@@ -85,60 +85,45 @@ def test_seeds_of_one_job_have_a_mean_and_a_spread(tmp_path: Path) -> None:
 
 
 def test_differently_defined_losses_are_not_compared(tmp_path: Path) -> None:
+    folders = []
     for name, value in (("a", 0.0), ("b", 0.0), ("c", 0.1)):
-        made(
-            tmp_path / name,
-            predictions(0.1),
-            metric_for_best_model="loss",
-            label_smoothing_factor=value,
-        )
-    folders = [tmp_path / name for name in "abc"]
+        settings = {"metric_for_best_model": "loss", "label_smoothing_factor": value}
+        folders.append(made(tmp_path / name, predictions(0.1), **settings))
     assert compare(folders[:2]).metric == "loss"
     refusal(compare, folders, says=["label_smoothing_factor"])
 
 
 def test_incomparable_runs_are_refused_by_name(tmp_path: Path) -> None:
     lines = predictions(0.1)
-    first, killed, file, same = (
-        made(tmp_path / name, lines) for name in ("first", "killed", "file", "same")
-    )
     others = made(tmp_path / "rows", [{**line, "id": line["id"] + 1} for line in lines])
+    first, killed, file, same = (made(tmp_path / name, lines) for name in ("1", "2", "3", "4"))
     data = json.loads((first / "config.json").read_text(encoding="utf-8"))["data"]
-    for run, digest in (
-        (first, "1-utf-8"),
-        (same, "1-utf-8-quoting none"),
-        (file, "2"),
-        (others, "1-utf-8"),
-    ):
+    quoted = "1-utf-8-quoting none"
+    for run, digest in {first: "1-utf-8", same: quoted, file: "2", others: "1-utf-8"}.items():
         facts = {"file_digests": {"train": digest}, "metric_for_best_model": "accuracy"}
         edit_json(run / "config.json", data=data | facts)
     (killed / "predictions.jsonl").unlink()
     numbers, score = tmp_path / "numbers", Labels("regression", ("score",), ("score",))
-    make_run(
-        numbers, score, [{"id": 0, "label": 1.0, "prediction": 2.0}], {"loss": 0.1, "mae": 1.0}
-    )
+    row = {"id": 0, "label": 1.0, "prediction": 2.0}
+    make_run(numbers, score, [row], {"loss": 0.1, "mae": 1.0})
     assert compare([first, same]).metric == "accuracy"
-    for run, reason in (
-        (others, "--data_seed"), (numbers, "other rows or labels than"), (killed, "resume"),
-        (file, "the same file"),
-    ):  # fmt: skip
+    for run, reason in {
+        others: "--data_seed", numbers: "other rows or labels than", killed: "resume",
+        file: "the same file",
+    }.items():  # fmt: skip
         refusal(compare, [first, run], says=[reason, run.name])
     metrics = json.loads((same / "eval.jsonl").read_text().splitlines()[-1])
     del metrics["accuracy"]
     (same / "eval.jsonl").write_text(json.dumps(metrics))
-    refusal(compare, [first, same], says=["no accuracy", "same"])
+    refusal(compare, [first, same], says=["no accuracy", same.name])
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folders = [
-        made(tmp_path / "a", predictions(0.1)),
-        made(tmp_path / "好", predictions(0.2), dropout=0.1),
-    ]
-    file = tmp_path / "c.html"
-    words = ["compare", *folders, "--output", file]
+    folders = [made(tmp_path / "a", predictions(0.1)), made(tmp_path / "好", predictions(0.2))]
+    words = ["compare", *folders, "--output", tmp_path / "c.html"]
     run_command(build_parser().parse_args(list(map(str, words))))
     assert "the best run by f1_macro first" in capsys.readouterr().out
-    page = Page(file)
+    page = Page(tmp_path / "c.html")
     assert page.loads() == []
     assert [row[0] for row in page.rows["table"]] == ["run", "a", "好"]
     assert [tag for tag, _ in page.tags].count("svg") == 1

@@ -24,20 +24,16 @@ from toolkit.features.decisions.feature import DecisionSettings
 from toolkit.features.decisions.tune import best_threshold, check, tune
 
 
-def make_files(folder: Path) -> None:
+@inputs.made_once("rows.csv")
+def half(folder: Path, name: str) -> None:
     table = pd.read_csv(inputs.reviews())
-    table[:70].to_csv(folder / "train.csv", index=False)
-    table[70:].to_csv(folder / "test.csv", index=False)
-
-
-def file(name: str) -> Path:
-    return inputs.shared("decisions", make_files) / name
+    rows = table[:70] if name == "train" else table[70:]
+    rows.to_csv(folder / "rows.csv", index=False)
 
 
 COMMON = [*TINY, "--max_steps", 8, "--eval_every", 2, "--checkpoint_every", 4, "--learning_rate", "1e-2",
           "--global_batch_size", 20, "--per_device_batch_size", 6, "--metric_for_best_model", "loss"]  # fmt: skip
-FILES = ["--train_file", partial(file, "train.csv"), "--test_file", partial(file, "test.csv")]
-PLAIN = [*COMMON, *FILES]
+PLAIN = [*COMMON, "--train_file", partial(half, "train"), "--test_file", partial(half, "test")]
 SETTINGS = "--positive_class neg --calibrate --abstain_below 0.55 --tune_thresholds".split()
 TUNED = ["--calibrate", "--tune_thresholds", "f1"]
 JOBS = {
@@ -88,10 +84,11 @@ def test_the_test_rows_are_evaluated_with_and_without_decisions() -> None:
 
 
 def test_all_that_loads_the_model_applies_decisions(tmp_path: Path, no_launcher: None) -> None:
-    run, rows, out = run_of("single", "two"), pd.read_csv(file("test.csv")), tmp_path / "out.csv"
+    run, file, out = run_of("single", "two"), half("test"), tmp_path / "out.csv"
     expected = [line["prediction"] for line in lines_of(run / "predictions.jsonl")]
+    rows = pd.read_csv(file)
     assert None in expected
-    start(["toolkit", "predict", run / "model", file("test.csv"), "--output", out]).succeeded()
+    start(["toolkit", "predict", run / "model", file, "--output", out]).succeeded()
     written = pd.read_csv(out)["prediction"]
     assert [None if pd.isna(cell) else cell for cell in written] == expected
     assert [line["prediction"] for line in toolkit.predict(run / "model", rows["text"])] == expected

@@ -96,23 +96,19 @@ def test_a_range_is_searched_and_nothing_is_repeated(run_sweep: Sweep, tmp_path:
         refusal(run_sweep, *words, 4, match="another command is writing")
 
 
-def test_all_values_of_a_list_and_a_failed_run(run_sweep: Sweep, tmp_path: Path) -> None:
-    (tmp_path / "sweep" / "trial-001").mkdir(parents=True)
-    # killed in an earlier sweep
-    (tmp_path / "sweep" / "trial-001" / "metrics.jsonl").write_text('{"step": 1}\n')
-    printed = run_sweep("--search", "x=-4,2,1", "--fails=2")
-    assert "trial-001: --x=2\n  trial-001 failed: step 1: the loss is not finite" in printed
-    assert "--x=-4\n  trial-000: best evaluation -0.2500\n" in printed
-    assert "--x=1\n" in printed.split("best settings")[1]
-
-
-def test_a_run_without_a_first_step_ends_the_sweep(run_sweep: Sweep, tmp_path: Path) -> None:
-    words = ("--search", "x=4,2", f"--needs={tmp_path / 'rows.csv'}")
+def test_a_failed_run_and_one_without_a_first_step(run_sweep: Sweep, tmp_path: Path) -> None:
+    """The second ends the sweep, if it is the first."""
+    words = ("--search", "x=-4,2,1", "--fails=2", f"--needs={tmp_path / 'rows.csv'}")
     match = r"first step trial-000 failed: there is no file .*rows.csv \(.*000.log\)"
     refusal(run_sweep, *words, match=match)
     (tmp_path / "rows.csv").touch()
-    run_sweep(*words)
-    assert sorted(values_of(tmp_path)) == [2, 4]
+    (tmp_path / "sweep" / "trial-001").mkdir(parents=True)
+    # killed in an earlier sweep
+    (tmp_path / "sweep" / "trial-001" / "metrics.jsonl").write_text('{"step": 1}\n')
+    printed = run_sweep(*words)
+    assert "trial-001: --x=2\n  trial-001 failed: step 1: the loss is not finite" in printed
+    assert "--x=-4\n  trial-000: best evaluation -0.2500\n" in printed
+    assert "--x=1\n" in printed.split("best settings")[1]
 
 
 def test_the_run_of_another_command_is_moved_aside(run_sweep: Sweep, tmp_path: Path) -> None:
