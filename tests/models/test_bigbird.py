@@ -124,15 +124,10 @@ def test_a_short_batch_runs_full_and_changes_nothing(training: bool) -> None:
         compare(model, copy.deepcopy(reference), inputs, 1e-5, 1e-5)
     torch.testing.assert_close(model(**long).logits, expected, rtol=1e-5, atol=1e-6)
     assert model.bert.attention_type == model.config.attention_type == "block_sparse"
-
-
-def test_full_attention_by_name() -> None:
-    reference = make()
-    model = fast(reference, "full")
+    full = fast(reference, "full")  # saved so: it is loaded as it was trained
     reference.bert.set_attention_type("original_full")
-    for inputs in (batch(1024, "right"), batch(1101), batch(90, "right")):
-        compare(model, reference, inputs, 1e-5, 1e-5)
-    assert model.config.attention_type == "original_full"  # saved: it is loaded as it was trained
+    compare(full, reference, batch(1101, "right"), 1e-5, 1e-5)
+    assert full.config.attention_type == "original_full"
 
 
 def test_no_tensor_of_size_s_times_s() -> None:
@@ -213,29 +208,24 @@ def compiled(monkeypatch: Any) -> Iterator[list[Any]]:
     torch._dynamo.reset()
 
 
+# 12 to 64 blocks of 4 tokens, as many as for 4096 tokens in blocks of 64
 BATCHES = [(1, 47), (2, 62), (3, 95), (4, 125), (5, 190), (6, 250), (8, 50)]
 
 
-def small(training: bool = False) -> tuple[Any, Any]:
-    """A model, and its copy with flex attention: with 12 to 64 blocks of 4 tokens, as many as for 4096 tokens in blocks
-    of 64."""
+def run_batches(training: bool = False) -> None:
+    """Twice: the second time nothing is compiled, in any layer."""
     reference = make(training=training, block_size=4, max_position_embeddings=256)
-    return reference.requires_grad_(False), fast(reference, "flex")
-
-
-def assert_same(model: Any, reference: Any, samples: int, length: int) -> None:
-    inputs = batch(length, "right" if samples > 1 else "none", samples=samples)
-    expected = reference(**inputs).logits
-    torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-4, atol=1e-5)
+    model = fast(reference.requires_grad_(False), "flex")
+    for samples, length in 2 * BATCHES:
+        inputs = batch(length, "right" if samples > 1 else "none", samples)
+        expected = reference(**inputs).logits
+        torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_few_shapes_are_compiled_each_once(compiled: Any, recwarn: Any) -> None:
     """And never dense scores, which torch computes by default from the ninth shape on."""
     for training in (False, True):
-        reference, model = small(training)
-        for _ in range(2):  # the second time nothing is compiled, in any layer
-            for samples, length in BATCHES:
-                assert_same(model, reference, samples, length)
+        run_batches(training)
     samples, _, tokens, _ = zip(*(shape[0] for shape in ways._compiles), strict=True)
     assert (set(samples), set(tokens)) == ({1, 4}, {64, 128, 256})  # for any numbers
     # evaluation always adds repeats to scores, training only with padding
@@ -250,9 +240,7 @@ def test_one_shape_too_many(limit: int, compiled: Any, monkeypatch: Any, recwarn
     real = torch.compile
     limits = {"recompile_limit": limit} if limit else {"backend": lambda *_: 1 / 0}
     monkeypatch.setattr(torch, "compile", lambda call, **more: real(call, **(more | limits)))
-    reference, model = small()
-    for samples, length in 2 * BATCHES:
-        assert_same(model, reference, samples, length)
+    run_batches()
     assert len(compiled) == sum(ways._compiles.values()) == limit
     assert len(ways._compiles) > 4
     assert any("no kernel" in str(each.message) for each in recwarn)

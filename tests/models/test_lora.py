@@ -64,10 +64,9 @@ def test_factors_that_cannot_be_merged_are_named(tiny_model: Path) -> None:
 
 
 def test_wrong_target_modules(tiny_model: Path) -> None:
-    faults = {
+    for name, message in {
         "querry": "(did you mean query?); it has dense, key, query, value, or all-linear",
         "classifier": "no linear layer of the encoder",
-    }
-    for name, message in faults.items():
+    }.items():
         says = ["--lora_target_modules", message]
         fault_of(tiny_model, lora_target_modules=name, **LORA, says=says)
