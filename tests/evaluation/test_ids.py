@@ -64,14 +64,13 @@ def split_of(count: int) -> Split:
     return replace(of_lengths(every * 7 % 11 + 1), name="test", labels=every % 2, rows=every * 3)
 
 
-class DuplicateIds(Collator):
-    def __call__(self, indices: np.ndarray) -> Any:
-        batch = super().__call__(indices)
-        batch.ids[batch.ids == 6] = 3
-        return batch
-
-
 def test_lost_and_duplicated_samples_raise(accelerator: Accelerator, monkeypatch: Any) -> None:
+    class DuplicateIds(Collator):
+        def __call__(self, indices: np.ndarray) -> Any:
+            batch = super().__call__(indices)
+            batch.ids[batch.ids == 6] = 3
+            return batch
+
     monkeypatch.setattr(outputs, "collator_of", DuplicateIds)
     fault = "test: never predicted: ids 6; more than once: ids 3"
     with pytest.raises(ExactlyOnceError, match=fault):

@@ -1,5 +1,5 @@
 """The fast BigBird attention computes what transformers does, in training and evaluation, with and without padding; by
-flex_attention, too (on a GPU: tests/test_gpu.py).
+flex_attention, too (on a GPU: tests/test_gpu.py). Recomputed: `long recomputed` of tests/test_sameness.py.
 """
 
 import copy
@@ -138,20 +138,6 @@ def test_no_tensor_of_size_s_times_s() -> None:
     # bytes that an operator allocates
     sizes = [event.self_cpu_memory_usage for event in profile.events()]
     assert 0 < max(sizes) <= 4 * 4096 * 8 * 64
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing(reentrant: bool) -> None:
-    reference = make()
-    model = fast(reference)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    # a short batch between the forward and the backward pass of a long one does not affect the recomputation
-    loss = model(**batch(1024, "right")).logits.square().sum()
-    model(**batch(50))
-    loss.backward()
-    reference(**batch(1024, "right")).logits.square().sum().backward()
-    for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -150,6 +150,7 @@ def test_no_threshold_is_better(criterion: str) -> None:
 
 
 def test_a_fitted_temperature_is_the_one_applied_and_lowers_the_error() -> None:
+    """With several labels, answers follow the threshold of each."""
     generator = np.random.default_rng(4)
     scores = generator.normal(0, 1.5, (4000, 3))
     chances = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
@@ -161,6 +162,10 @@ def test_a_fitted_temperature_is_the_one_applied_and_lowers_the_error() -> None:
         before = calibration_error(Decisions(labels).probabilities(logits), truth)
         after = calibration_error(Decisions(labels, 3.0).probabilities(logits), truth)
         assert after["ece"] < 0.03 < 0.1 < before["ece"]
+    answers = Decisions(SEVERAL, 3.0, {"x": 0.9, "z": 0.1}).answers(logits)
+    above = 1 / (1 + np.exp(-scores)) > np.array([0.9, 0.5, 0.1])
+    expected = [[name for name, has in zip("xyz", row, strict=True) if has] for row in above]
+    assert [line["prediction"] for line in answers] == expected
 
 
 def test_the_error_of_a_few_probabilities_by_hand() -> None:
@@ -186,15 +191,6 @@ def test_a_threshold_from_few_rows_is_a_warning() -> None:
         assert set(decisions.thresholds) == {"pos"}
     logits = np.array([[2, 0], [0, 2]] * 20)  # without mistakes nothing is calibrated
     assert tune_on(np.array([0, 1] * 20), logits, calibrate=True)[0].temperature == 1
-
-
-def test_answers_follow_the_thresholds_of_several_labels() -> None:
-    logits = np.random.default_rng(6).normal(0, 2, (500, 3)).astype(np.float32)
-    decisions = Decisions(SEVERAL, 0.8, {"x": 0.9, "z": 0.1})
-    answers = [line["prediction"] for line in decisions.answers(logits)]
-    for answer, chances in zip(answers, decisions.probabilities(logits), strict=True):
-        above = chances > np.array([0.9, 0.5, 0.1])
-        assert answer == [name for name, is_above in zip("xyz", above, strict=True) if is_above]
 
 
 def test_the_file_of_a_model_is_read(tmp_path: Path) -> None:

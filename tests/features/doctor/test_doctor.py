@@ -16,15 +16,15 @@ import torch
 
 from tests.conftest import REPOSITORY
 from tests.hosts import ADDRESSES, TwoHosts
-from tests.runs import Finished, Process, start
+from tests.runs import Process, start
 from toolkit.features.doctor import machine
 from toolkit.features.doctor.machine import Finding
 
 GB = 10**9
-DOCTOR = [sys.executable, "-m", "toolkit", "doctor"]
 PORT = 29600
 # to import torch on a busy machine, twice
 SPARE_SECONDS = 60.0
+DOCTOR = [sys.executable, "-m", "toolkit", "doctor"]
 LINE = re.compile(r"  (ok|note|warn|FAIL) +(\S.*?)  +(\S.*)")
 
 
@@ -39,12 +39,8 @@ def findings_in(out: str) -> dict[str, Finding]:
     return findings
 
 
-def doctor(*words: str | Path, **options: object) -> Finished:
-    return start([*DOCTOR, *words], seconds=90, **options)
-
-
 def test_this_machine(tmp_path: Path) -> None:
-    done = doctor("--output_dir", tmp_path / "run").succeeded()
+    done = start([*DOCTOR, "--output_dir", tmp_path / "run"], seconds=90).succeeded()
     assert done.out.startswith(socket.gethostname())
     assert {"torch", "shared memory", "disk"} <= findings_in(done.out).keys()
     assert "failures: 0" in done.out
@@ -53,39 +49,39 @@ def test_this_machine(tmp_path: Path) -> None:
 
 def test_a_torch_that_cannot_be_imported(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open')")
-    done = doctor(env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"})
+    done = start(DOCTOR, 90, env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"})
     torch_line = findings_in(done.out)["torch"]
     assert (done.code, torch_line.level) == (1, "FAIL")
     assert "libcudart.so.12" in torch_line.text
     assert torch_line.remedy.startswith("pip install")
 
 
+NO_KERNEL = RuntimeError("CUDA error: no kernel image is available for execution on the device")
+MISMATCH = "echo 'Driver/library version mismatch'; exit 18"
+
+
 @pytest.mark.parametrize(
-    ("script", "name", "says"),
+    ("script", "gpus", "name", "says", "remedy"),
     [
-        ("echo 550.54.15; echo 550.54.15", "torch", "sees no GPU of 2"),
-        ("echo 'Driver/library version mismatch'; exit 18", "driver", "version mismatch"),
+        ("echo 550.54.15; echo 550.54.15", 0, "torch", "sees no GPU of 2", ""),
+        (MISMATCH, 0, "driver", "version mismatch", "dmesg"),
+        ("echo 580", 1, "gpu 0", "Tesla V100", "older CUDA"),  # with a build for CUDA 13
     ],
 )
-def test_the_driver(script: str, name: str, says: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_driver(
+    script: str, gpus: int, name: str, says: str, remedy: str, tmp_path: Path, monkeypatch: Any
+) -> None:
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    gpu = {"is_available": bool(gpus), "device_count": gpus, "get_device_name": "Tesla V100"}
+    for each, value in gpu.items():
+        monkeypatch.setattr(torch.cuda, each, Mock(return_value=value))
+    monkeypatch.setattr(torch, "ones", Mock(side_effect=NO_KERNEL))
     (finding,) = (each for each in machine.check_gpus() if each.name == name)
-    assert (finding.level, says in finding.text, bool(finding.remedy)) == ("FAIL", True, True)
-
-
-def test_a_gpu_for_which_torch_has_no_kernels(monkeypatch: Any) -> None:
-    """V100 with a build for CUDA 13."""
-    error = RuntimeError("CUDA error: no kernel image is available for execution on the device")
-    monkeypatch.setattr(torch, "ones", Mock(side_effect=error))
-    gpu = {"is_available": True, "device_count": 1, "get_device_name": "Tesla V100"}
-    for name, value in gpu.items():
-        monkeypatch.setattr(torch.cuda, name, Mock(return_value=value))
-    (finding,) = (each for each in machine.check_gpus() if each.name == "gpu 0")
-    assert (finding.level, "Tesla V100" in finding.text) == ("FAIL", True)
-    assert "older CUDA" in finding.remedy
+    assert (finding.level, says in finding.text) == ("FAIL", True)
+    assert finding.remedy
+    assert remedy in finding.remedy
 
 
 @pytest.mark.parametrize(("free", "level"), [(50 * GB, "ok"), (5 * GB, "warn"), (GB // 2, "FAIL")])
