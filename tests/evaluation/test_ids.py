@@ -18,7 +18,7 @@ from tests.splits import of_lengths
 from toolkit.data.batches import Collator
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
-from toolkit.evaluation import Evaluation, classification_metrics, outputs
+from toolkit.evaluation import classification_metrics, outputs
 from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.outputs import ExactlyOnceError, ids_fault, predict
 from toolkit.launch.signals import StopRequested
@@ -88,26 +88,25 @@ def test_outputs_that_are_not_finite_raise_with_the_rows(accelerator: Accelerato
     refusal(predict, accelerator, model, split, TOKENIZER, 4, match=f"rows {rows}:")
 
 
-def with_own_metric(*call: Any) -> dict[str, Any]:
-    return {**classification_metrics(*call), "mine": 1}
-
-
 def test_a_recipes_loss_and_metrics(accelerator: Accelerator) -> None:
     split, model = split_of(23), Echo()
     answers = ClassAnswers(Labels("single_label_classification", ("a", "b"), ("label",)))
 
-    def evaluation_of(is_trial: bool, metrics: Any) -> Evaluation:
+    def evaluation_of(is_trial: bool, metrics: Any) -> dict[str, Any]:
         ours = outputs_of(accelerator, split, answers=answers, is_trial=is_trial)
         for batch in ours.batches(model):
             logits = model(**batch.inputs).logits
             ours.add(accelerator.gather_for_metrics((batch.ids, logits, logits[:, 1])))
-        return ours.evaluation(metrics)
+        return ours.evaluation(metrics).numbers
 
     for wrong in (lambda logits, truth: {}, lambda logits, *, truth, labels: {}):
         refusal(evaluation_of, True, wrong, says=["metrics(logits, labels, and the labels' names"])
-    trial, evaluation = (evaluation_of(is_trial, with_own_metric) for is_trial in (True, False))
-    assert trial.numbers.keys() == evaluation.numbers.keys()
-    assert evaluation.numbers.items() >= {"num_samples": 23, "mine": 1}.items()
-    assert evaluation.numbers["loss"] == pytest.approx(split.lengths.mean())  # the recipe's loss
-    # equal logits: class 0
-    assert evaluation.numbers["accuracy"] == pytest.approx(np.mean(split.labels == 0))
+
+    def with_own(*call: Any) -> dict[str, Any]:
+        return {**classification_metrics(*call), "mine": 1}
+
+    trial, numbers = (evaluation_of(is_trial, with_own) for is_trial in (True, False))
+    assert trial.keys() == numbers.keys()
+    assert numbers.items() >= {"num_samples": 23, "mine": 1}.items()
+    assert numbers["loss"] == pytest.approx(split.lengths.mean())  # the recipe's loss
+    assert numbers["accuracy"] == pytest.approx(np.mean(split.labels == 0))  # equal logits: class 0

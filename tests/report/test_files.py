@@ -1,5 +1,5 @@
-"""The rows of a run's files: written whole or not at all, and read as a killed run left them. Trackers: how they are
-started, what they get, and how a failed run ends them."""
+"""The rows of a run's files: written whole or not at all, and read as a killed run left them. Trackers:
+what they get, and how a failed run ends them. Lines about what a run leaves idle."""
 
 import re
 import resource
@@ -10,19 +10,18 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from accelerate import Accelerator
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+import torch
 
 from tests.report.made import make_run
-from toolkit.config import TrainingSettings
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
 from toolkit.features.predict.parts import Parts
+from toolkit.report import summary
 from toolkit.report.card import write_card
 from toolkit.report.files import RunFiles, read_lines
 from toolkit.report.html import write_report_of_folder
-from toolkit.report.log import TRACKERS, RunLog, close_failed, start_trackers
+from toolkit.report.log import RunLog, close_failed
 
 MAIN: Any = SimpleNamespace(is_main_process=True)
 LABELS = Labels("single_label_classification", ("a", "b"), ("label",))
@@ -74,37 +73,6 @@ def test_read_lines(tmp_path: Path, capsys: Any) -> None:
     assert [re.findall(r"line (\d+)", line) for line in warnings] == [["2"], ["3"], ["4"], ["5"]]
 
 
-class Tracker:
-    requires_logging_directory = False
-
-    def __init__(self, project: str, *place: str, **options: Any) -> None:
-        self.name = "fake"
-        self.calls: list[Any] = [project, *place, options]
-
-    def start(self) -> None:
-        pass
-
-    def store_init_configuration(self, settings: Any) -> None:
-        self.calls.append(settings)
-
-
-def test_each_tracker_gets_the_run_project_and_folder(tmp_path: Path, monkeypatch: Any) -> None:
-    for name in TRACKERS:
-        monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, Tracker)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: True)
-    accelerator = Accelerator(cpu=True)
-    training = TrainingSettings(report_to="wandb,mlflow,swanlab,trackio", run_name="first try")
-    start_trackers(accelerator, training, tmp_path, "cls", {"seed": 3}, 0)
-    run, project = "first try", "cls"
-    trackers: list[Any] = accelerator.trackers
-    assert [tracker.calls for tracker in trackers] == [
-        [project, {"name": run, "dir": str(tmp_path)}, {"seed": 3}],
-        [project, {"run_name": run}, {"seed": 3}],
-        [project, {"experiment_name": run, "logdir": f"{tmp_path}/swanlab"}, {"seed": 3}],
-        [project, {"name": run}, {"seed": 3}],
-    ]
-
-
 def test_a_tracker_that_fails_stops_nothing(capsys: Any) -> None:
     """Not the run, nor that the others are closed, with an exit code where the run has failed."""
     refuse = Mock(side_effect=ConnectionError("the server is gone\nand more"))
@@ -126,3 +94,19 @@ def test_a_tracker_that_fails_stops_nothing(capsys: Any) -> None:
     accelerator.trackers = [gone, SimpleNamespace(name="wandb", run=run), last]
     close_failed(accelerator)
     assert calls[2:] == [1, "closed"]
+
+
+def test_gpus_or_tasks_of_slurm_that_are_idle(monkeypatch: Any) -> None:
+    """The line has the words that use them all."""
+    ddp = "3 of 4 GPUs are idle: --config_file accelerate_configs/ddp.yaml --num_processes 4"
+    for processes, device, gpus, tasks, says in (
+        (1, "cuda", 4, "1", ddp),
+        (1, "cuda", 1, "1", ""),
+        (4, "cuda", 4, "4", ""),
+        (1, "cpu", 0, "2", "one process of 2 (SLURM_NTASKS): srun"),
+    ):
+        monkeypatch.setattr(torch.accelerator, "device_count", Mock(return_value=gpus))
+        monkeypatch.setenv("SLURM_NTASKS", tasks)
+        accelerator: Any = SimpleNamespace(num_processes=processes, device=torch.device(device))
+        lines = summary._idle_lines(accelerator)
+        assert (len(lines), says in "".join(lines)) == (bool(says), True)

@@ -135,6 +135,7 @@ def values_of(lines: list[dict[str, Any]], kind: Any, names: Any = ()) -> dict[s
 
 
 def test_scores_of_each_kind_of_prediction() -> None:
+    """Those of masked tokens: tests/features/pretraining/test_pretraining.py."""
     lines = [{"label": ["neg"], "prediction": ["neg", "pos"]}, {"label": [], "prediction": []}]
     truth, guess = np.array([[1, 0, 0], [0, 0, 0]]), np.array([[1, 1, 0], [0, 0, 0]])
     expected = {f"f1_{kind}": sk.f1_score(truth, guess, average=kind, zero_division=0)
@@ -147,9 +148,5 @@ def test_scores_of_each_kind_of_prediction() -> None:
     assert values == pytest.approx({"accuracy": 0.5, "f1_macro": 2 / 3 / 3})
     lines = [{"label": [1.0, 2.0], "prediction": [2.0, 4.0]}]
     assert values_of(lines, "regression", ("a", "b")) == {"mae": 1.5, "mse": 2.5}
-    counts = ((0.25, 8), (0.0, 0), (1.0, 2))
-    lines = [{"scores": {"x": right}, "weight": count} for right, count in counts]
-    # 4 of 10 tokens
-    assert values_of(lines, "masked_language_modeling") == pytest.approx({"x": 0.4})
     lines = [{"scores": {"rougeL": score}} for score in (0.25, 0.75)]
     assert values_of(lines, "title_generation") == {"rougeL": 0.5}

@@ -162,6 +162,7 @@ def test_a_fitted_temperature_is_the_one_applied_and_lowers_the_error() -> None:
         before = calibration_error(Decisions(labels).probabilities(logits), truth)
         after = calibration_error(Decisions(labels, 3.0).probabilities(logits), truth)
         assert after["ece"] < 0.03 < 0.1 < before["ece"]
+    assert fit_temperature(2 * np.eye(2), np.array([0, 1])) == 1  # without mistakes
     answers = Decisions(SEVERAL, 3.0, {"x": 0.9, "z": 0.1}).answers(logits)
     above = 1 / (1 + np.exp(-scores)) > np.array([0.9, 0.5, 0.1])
     expected = [[name for name, has in zip("xyz", row, strict=True) if has] for row in above]
@@ -175,22 +176,16 @@ def test_the_error_of_a_few_probabilities_by_hand() -> None:
     assert error["ece"] == pytest.approx((0.1 + abs(0.8 + 0.84 - 1)) / 3)
 
 
-def tune_on(truth: np.ndarray, logits: np.ndarray, **settings: Any) -> tuple[Decisions, list[str]]:
-    rows = np.arange(len(truth))
-    split = Split("validation", Path(), np.zeros(0, np.int32), rows, truth, rows)
-    evaluation = Evaluation("validation", {}, None, (split, logits.astype(np.float32)))
-    return tune(DecisionSettings(**settings), TWO, evaluation)
-
-
 def test_a_threshold_from_few_rows_is_a_warning() -> None:
-    logits = np.stack([np.zeros(40), np.linspace(2, -2, 40)], axis=1)
+    rows = np.arange(40)
+    logits = np.stack([np.zeros(40), np.linspace(2, -2, 40)], axis=1, dtype=np.float32)
     for positives, warns in ((9, True), (10, False), (30, False), (31, True)):
-        truth = (np.arange(40) < positives).astype(np.int64)
-        decisions, notes = tune_on(truth, logits, tune_thresholds="f1")
+        truth = (rows < positives).astype(np.int64)
+        split = Split("validation", Path(), np.zeros(0, np.int32), rows, truth, rows)
+        evaluation = Evaluation("validation", {}, None, (split, logits))
+        decisions, notes = tune(DecisionSettings(tune_thresholds="f1"), TWO, evaluation)
         assert ["threshold of pos" in line for line in notes] == [True] * warns
         assert set(decisions.thresholds) == {"pos"}
-    logits = np.array([[2, 0], [0, 2]] * 20)  # without mistakes nothing is calibrated
-    assert tune_on(np.array([0, 1] * 20), logits, calibrate=True)[0].temperature == 1
 
 
 def test_the_file_of_a_model_is_read(tmp_path: Path) -> None:

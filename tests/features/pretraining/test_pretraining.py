@@ -240,29 +240,29 @@ def drawn(draw: Draw, row: int, maskable: Any, starts: Any = None) -> np.ndarray
 
 
 @pytest.mark.parametrize("longest", [3, 200])
-def test_samples_together_have_the_masks_of_each_alone(longest: int) -> None:
+@pytest.mark.parametrize(("maskable_part", "starts_part"), [(0.05, 1), (0.5, 0.3), (1, 0.8)])
+def test_samples_together_have_the_masks_of_each_alone(
+    longest: int, maskable_part: float, starts_part: float
+) -> None:
     """Only of tokens that may be masked, whole words, and of each sample at least one."""
     draw, generator = Draw(3, 2, 0.15), np.random.default_rng(longest)
-    for maskable_part, starts_part in ((0.05, None), (1, None), (0.5, 0.3), (1, 0.8)):
-        lengths = generator.integers(1, longest, 40)
-        maskable = generator.random(lengths.sum()) < maskable_part
-        starts = None
-        if starts_part is not None:
-            starts = generator.random(lengths.sum()) < starts_part
-            starts[lengths.cumsum() - lengths] = True
-        rows = generator.permutation(1000)[:40]
-        masks = draw_masks(draw, rows, lengths, maskable, starts)
-        assert not (masks & ~maskable).any()
-        ends = lengths.cumsum()
-        for row, begin, end in zip(rows.tolist(), ends - lengths, ends, strict=True):
-            part = slice(begin, end)
-            of_words = None if starts is None else starts[part]
-            alone = drawn(draw, row, maskable[part], of_words)
-            assert alone.tolist() == masks[part].tolist()
-            assert alone.any() == maskable[part].any()
-            words = np.arange(end - begin) if of_words is None else of_words.cumsum()
-            masked_words = np.isin(words, words[alone])
-            assert (masked_words & maskable[part]).tolist() == alone.tolist()
+    lengths = generator.integers(1, longest, 40)
+    maskable, starts = (
+        generator.random(lengths.sum()) < part for part in (maskable_part, starts_part)
+    )
+    ends = lengths.cumsum()
+    starts[ends - lengths] = True
+    rows = generator.permutation(1000)[:40]
+    masks = draw_masks(draw, rows, lengths, maskable, starts)
+    assert not (masks & ~maskable).any()
+    for row, begin, end in zip(rows.tolist(), ends - lengths, ends, strict=True):
+        part = slice(begin, end)
+        alone = drawn(draw, row, maskable[part], starts[part])
+        assert alone.tolist() == masks[part].tolist()
+        assert alone.any() == maskable[part].any()
+        words = starts[part].cumsum()
+        masked_words = np.isin(words, words[alone])
+        assert (masked_words & maskable[part]).tolist() == alone.tolist()
 
 
 def test_masks_depend_on_seed_epoch_and_row_and_are_uniform() -> None:
