@@ -20,7 +20,7 @@ from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
 from toolkit.evaluation import classification_metrics, outputs
 from toolkit.evaluation.answers import ClassAnswers
-from toolkit.evaluation.outputs import ExactlyOnceError, ids_fault, predict
+from toolkit.evaluation.outputs import ExactlyOnceError, predict
 from toolkit.launch.signals import StopRequested
 
 TOKENIZER = SimpleNamespace(pad_token_id=99, padding_side="right")
@@ -28,16 +28,6 @@ TOKENIZER = SimpleNamespace(pad_token_id=99, padding_side="right")
 
 def outputs_of(accelerator: Any, split: Split, **options: Any) -> outputs.Outputs:
     return outputs.Outputs(accelerator, split, TOKENIZER, outputs.BatchSizes(4), **options)
-
-
-def test_ids_fault() -> None:
-    for ids, expected, fault in (
-        ([2, 0, 1], [0, 1, 2], ""),
-        ([], [4, 7], "never predicted: ids 4, 7"),
-        ([0, 0, 9], [0, 3], "never predicted: ids 3; more than once: ids 0; unknown: ids 9"),
-        ([-1, 0], [0], "unknown: ids -1"),
-    ):
-        assert ids_fault(np.array(ids, np.int64), np.array(expected, np.int64)) == fault
 
 
 def test_a_stop_signal_of_any_rank_ends_an_evaluation() -> None:
@@ -65,14 +55,15 @@ def split_of(count: int) -> Split:
 
 
 def test_lost_and_duplicated_samples_raise(accelerator: Accelerator, monkeypatch: Any) -> None:
-    class DuplicateIds(Collator):
+    class WrongIds(Collator):
         def __call__(self, indices: np.ndarray) -> Any:
             batch = super().__call__(indices)
             batch.ids[batch.ids == 6] = 3
+            batch.ids[batch.ids == 9] = 100
             return batch
 
-    monkeypatch.setattr(outputs, "collator_of", DuplicateIds)
-    fault = "test: never predicted: ids 6; more than once: ids 3"
+    monkeypatch.setattr(outputs, "collator_of", WrongIds)
+    fault = "test: never predicted: ids 6, 9; more than once: ids 3; unknown: ids 100"
     with pytest.raises(ExactlyOnceError, match=fault):
         predict(accelerator, Echo(), split_of(10), TOKENIZER, 4)
 

@@ -70,18 +70,6 @@ def test_regression_numbers() -> None:
         assert numbers == pytest.approx({"mse": mse, "mae": mae, "pearson": pearson})
 
 
-SIGNS = {"accuracy": 1, "eval_loss": -1, "mae": -1, "pearson": 1, "perplexity": -1, "regret": 1}
-
-
-def test_best_metric() -> None:
-    for metric, sign in SIGNS.items():
-        best, name = Best(metric), metric.removeprefix("eval_")
-        assert (best.metric, best.sign) == (name, sign)
-        assert Best(metric, greater_is_better=False).sign == -1
-        best.check({name: 1.0, "note": "text"})
-    refusal(Best("note").check, {"loss": 1.0, "note": "text"}, match="note")
-
-
 @pytest.mark.parametrize("score", [np.float32(0.25), np.array(0.25), torch.tensor(0.25)])
 def test_metrics_become_json(score: Any, tmp_path: Path) -> None:
     metrics = {"score": score, "right": np.int64(3), "bad": np.float32(np.nan), "each": np.arange(4).reshape(2, 2),
@@ -105,13 +93,16 @@ def test_metrics_become_json(score: Any, tmp_path: Path) -> None:
 def test_the_best_evaluation() -> None:
     for metric, values, counters, best_step in (
         ("accuracy", [0.5, 0.6, 0.6, 0.4, 0.7], [0, 0, 1, 2, 0], 5),
-        ("loss", [2.0, 1.0, 1.0, math.nan, 0.5], [0, 0, 1, 2, 0], 5),
+        ("eval_loss", [2.0, 1.0, 1.0, math.nan, 0.5], [0, 0, 1, 2, 0], 5),
+        ("mae", [2.0, 3.0], [0, 1], 1),
+        ("perplexity", [2.0, 3.0], [0, 1], 1),
+        ("regret", [2.0, 3.0], [0, 0], 2),
         ("pearson", [None, math.nan], [0, 1], 1),
         ("loss", [math.nan, 3.0, None], [0, 0, 1], 2),
     ):
-        best = Best(metric)
+        best, name = Best(metric), metric.removeprefix("eval_")
         for step, (value, counter) in enumerate(zip(values, counters, strict=True), 1):
-            evaluation = Evaluation("validation", {metric: value}, None)
+            evaluation = Evaluation("validation", {name: value}, None)
             assert best.update(evaluation, step) is (counter == 0)
             assert best.patience_counter == counter
             state = json.loads(json.dumps(best.state(), allow_nan=False))
@@ -122,3 +113,4 @@ def test_the_best_evaluation() -> None:
     reversed_best.restore(state)
     assert reversed_best.step == 0
     refusal(best.update, Evaluation("validation", {"other": 1.0}, None), 9, says=["loss", "other"])
+    refusal(Best("note").check, {"loss": 1.0, "note": "text"}, match="note")

@@ -1,9 +1,5 @@
-"""Without any feature recipes/cls.py trains, resumes, evaluates and reports; with one more, too.
-
-As a script it runs the copies of `toolkit/` and `recipes/` in a folder:
-
-    python tests/features/test_removal.py FOLDER TINY_MODEL TRAIN_FILE
-"""
+"""Without any feature recipes/cls.py trains, resumes, evaluates and reports; with one more, too:
+`main`, with a folder that has copies of `toolkit/` and `recipes/`, a model and a file."""
 
 import importlib
 import json

@@ -155,20 +155,8 @@ def test_autocast(training: bool) -> None:
 
 def test_errors() -> None:
     refusal(bigbird.install, make(), "gatherd", match="did you mean gathered")
-    refusal(bigbird.install, torch.nn.Linear(2, 2), match="no BigBird encoder")
     full = make(attention_type="original_full")
     refusal(bigbird.install, full, match="attention_type='block_sparse'")
-
-
-@pytest.mark.parametrize(("block", "length", "training"), [(64, 1024, True), (16, 275, False)])
-def test_flex_attention_uncompiled(block: int, length: int, training: bool) -> None:
-    """On a CPU: the same block mask, repeats and biases as on CUDA, computed densely. In both cases some query blocks
-    read a key block more than once."""
-    reference = make(training=training, block_size=block).double().requires_grad_(False)
-    inputs = batch(length, "right" if training else "none")
-    expected = reference.bert(**inputs).last_hidden_state
-    states = fast(reference, "flex").bert(**inputs).last_hidden_state
-    torch.testing.assert_close(states, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("limit", [9, 2, 0])
@@ -187,7 +175,7 @@ def test_one_shape_too_many(limit: int, monkeypatch: Any, recwarn: Any) -> None:
     monkeypatch.setattr(ways, "_compiles", {})
     ways._compiled.cache_clear()
     torch._dynamo.reset()
-    reference = make(training=False, block_size=4, max_position_embeddings=256)
+    reference = make(training=limit == 9, block_size=4, max_position_embeddings=256)
     model = fast(reference.requires_grad_(False), "flex")
     # 12 to 64 blocks of 4 tokens, as many as for 4096 tokens in blocks of 64; the second time nothing is compiled
     for samples, length in 2 * [(1, 47), (2, 62), (3, 95), (4, 125), (5, 190), (6, 250), (8, 50)]:

@@ -83,15 +83,6 @@ def test_fgm_moves_a_text_in_fp16_whose_loss_is_small() -> None:
     torch.testing.assert_close(norms, torch.full((3,), 0.5), rtol=1e-3, atol=0)
 
 
-def test_fgm_after_another_pass_of_the_recipe() -> None:
-    model = tiny("bert")
-    objective = Adversarial(Objective(loss_fn), model, 0.5)
-    earlier, later = (model(**BATCH.inputs).logits for _ in range(2))
-    match = "--fgm_epsilon 0.5: call the model for the logits .* after its other"
-    refusal(objective, BATCH, earlier, match=match)
-    assert objective(BATCH, later).isfinite().all()
-
-
 def test_r_drop_adds_the_divergence_of_two_passes() -> None:
     """The mean of both directions; with several labels, of a binary distribution for each."""
     torch.manual_seed(0)
@@ -119,15 +110,21 @@ def test_a_custom_term() -> None:
 
 
 def test_terms_that_do_not_fit() -> None:
+    """Nor their call: the gradient is that of the model's last pass."""
     refusal(objective_of, tiny("bert"), "regression", r_drop_alpha=1, match="--r_drop_alpha")
     smoothing = "label_smoothing_factor"
     for problem_type in ("regression", MULTI):  # inferred from the labels
         refusal(objective_of, None, problem_type, **{smoothing: 0.1}, says=[f"--{smoothing} 0.1"])
     says = ["Linear has no input embeddings"]
     refusal(Adversarial, Objective(loss_fn), torch.nn.Linear(2, 2), 1, says=says)
-    sideways = tiny("bert")
+    model, sideways = tiny("bert"), tiny("bert")
     sideways.config.model_type = "xlnet"  # whose embeddings are (S, B, H)
     refusal(objective_of, sideways, fgm_epsilon=0.5, says=["--fgm_epsilon"])
+    objective = objective_of(model, fgm_epsilon=0.5)
+    earlier, later = (model(**BATCH.inputs).logits for _ in range(2))
+    match = "--fgm_epsilon 0.5: call the model for the logits .* after its other"
+    refusal(objective, BATCH, earlier, match=match)
+    assert objective(BATCH, later).isfinite().all()
 
 
 LABELS: dict[str, torch.Tensor] = {

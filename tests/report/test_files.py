@@ -25,9 +25,8 @@ from toolkit.report.log import RunLog, close_failed
 
 MAIN: Any = SimpleNamespace(is_main_process=True)
 LABELS = Labels("single_label_classification", ("a", "b"), ("label",))
-EVALUATION = Evaluation(
-    "validation", {"loss": 0.5, "note": "x" * 5000}, lambda: iter([{"id": "x" * 5000}])
-)
+LINES = [{"id": "x" * 5000}]
+EVALUATION = Evaluation("validation", {"loss": 0.5, "note": "x" * 5000}, lambda: iter(LINES))
 WRITERS: dict[str, Callable[[Path], object]] = {
     "config.json": lambda run: RunFiles(MAIN, run).mark_stopped(command="x" * 5000),
     "metrics.jsonl": lambda run: RunFiles(MAIN, run).append("metrics.jsonl", {"step": "x" * 5000}),

@@ -53,9 +53,7 @@ class Page:
         return [url for url in urls if not url.startswith(("#", "data:"))]
 
 
-def single(
-    names: Sequence[str], chances: np.ndarray, truths: Sequence[int]
-) -> tuple[list[dict[str, Any]], dict]:
+def single(names: Sequence[str], chances: np.ndarray, truths: Sequence[int]) -> tuple[Any, Any]:
     """Predictions and numbers of single-label classification from (N, C) probabilities."""
     predictions = [
         {"id": 3 * place, "label": names[truth], "prediction": names[int(row.argmax())],

@@ -13,9 +13,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from tests.conftest import REPOSITORY
 from tests.hosts import ADDRESSES, TwoHosts
-from tests.runs import Process, start
+from tests.runs import ROOT, Process, start
 from toolkit.features.doctor import machine
 
 GB = 10**9
@@ -41,7 +40,7 @@ def test_this_machine(tmp_path: Path) -> None:
 
 def test_a_torch_that_cannot_be_imported(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open')")
-    done = start(DOCTOR, 90, env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"})
+    done = start(DOCTOR, 90, env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
     level, text = findings_in(done.out)["torch"]
     assert (done.code, level) == (1, "FAIL")
     assert "libcudart.so.12" in text

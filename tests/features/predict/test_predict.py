@@ -20,10 +20,9 @@ import pyarrow as pa
 import pytest
 
 import toolkit
-from tests.evaluation.columns import save_columns
 from tests.faults import refusal
 from tests.jobs_worker import run_jobs
-from tests.report.made import classifier
+from tests.report.made import classifier, save_columns
 from tests.runs import WAYS, lines_of, recipe
 from toolkit.cli import build_parser
 from toolkit.config import TextSettings
@@ -151,13 +150,10 @@ def test_parts_of_another_prediction(predicted: Predict, model: Path, tmp_path: 
 
 
 def test_what_is_refused(predicted: Predict, model: Path, tmp_path: Path) -> None:
-    """What would be overwritten, options that do not fit, a model class of a user's own."""
+    """Options that do not fit, a model class of a user's own."""
     again = tmp_path / "again.csv"
     again.write_text("text,prediction\na,b\n")
     refusal(predicted, "out.csv", source=again, match="already has a column prediction")
-    (tmp_path / "mine.csv").write_text("mine")
-    refusal(predicted, "mine.csv", match="mine.csv exists")
-    assert (tmp_path / "mine.csv").read_text() == "mine"
     own = shutil.copytree(model, tmp_path / "own", ignore=shutil.ignore_patterns("config.json"))
     refusal(predicted, "out.csv", model=own, says=["load_state_dict", f"{own}/model.safetensors"])
     words = ["--per_device_batch_size", "0"]

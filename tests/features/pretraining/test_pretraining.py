@@ -13,7 +13,6 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM, AutoTokenizer, BertForMaskedLM
 
@@ -235,8 +234,8 @@ def test_words_of_tokens(kind: str) -> None:
         assert sum(starts) < len(starts) or kind != "bpe"
 
 
-def drawn(draw: Draw, row: int, maskable: Any, starts: Any = None) -> np.ndarray:
-    return draw_masks(draw, np.array([row]), np.array([len(maskable)]), maskable, starts)
+def drawn(draw: Draw, row: int, maskable: Any, starts: Any = None) -> list[bool]:
+    return draw_masks(draw, np.array([row]), np.array([len(maskable)]), maskable, starts).tolist()
 
 
 @pytest.mark.parametrize("longest", [3, 200])
@@ -258,23 +257,18 @@ def test_samples_together_have_the_masks_of_each_alone(
     for row, begin, end in zip(rows.tolist(), ends - lengths, ends, strict=True):
         part = slice(begin, end)
         alone = drawn(draw, row, maskable[part], starts[part])
-        assert alone.tolist() == masks[part].tolist()
-        assert alone.any() == maskable[part].any()
+        assert alone == masks[part].tolist()
+        assert any(alone) == maskable[part].any()
         words = starts[part].cumsum()
         masked_words = np.isin(words, words[alone])
-        assert (masked_words & maskable[part]).tolist() == alone.tolist()
+        assert (masked_words & maskable[part]).tolist() == alone
 
 
-def test_masks_depend_on_seed_epoch_and_row_and_are_uniform() -> None:
-    maskable = np.ones(40, bool)
-    maskable[[0, 39]] = False
+def test_masks_depend_on_seed_epoch_and_row() -> None:
     keys = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2**31 - 1, 1, 1))
+    maskable = np.ones(40, bool)
     masks = {tuple(drawn(Draw(seed, epoch, 0.25), row, maskable)) for seed, epoch, row in keys}
     assert len(masks) == 5
-    draw = Draw(7, 1, 0.25)
-    frequency = np.mean([drawn(draw, row, maskable) for row in range(4000)], axis=0)
-    assert frequency[[0, 39]].tolist() == [0, 0]
-    assert frequency[1:39] == pytest.approx(0.25, abs=0.04)
 
 
 def random_split(lengths: list[int]) -> MaskedSplit:
@@ -334,8 +328,7 @@ def test_texts_become_words(prepared: Any, tokenizer: Any) -> None:
     assert prepared(rows, PretrainSettings, **more).train.words is None
 
 
-def test_a_tokenizer_without_a_mask_token(prepared: Any, tmp_path: Path) -> None:
-    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\ngood\n")
-    plain = transformers.BertTokenizerFast(vocab=str(tmp_path / "vocab.txt"))
+def test_a_tokenizer_without_a_mask_token(prepared: Any, tokenizer: Any) -> None:
+    plain = copy.deepcopy(tokenizer)
     plain.mask_token = None
     refusal(prepared, [{"text": "good"}] * 9, PretrainSettings, tokenizer=plain, match="mask token")

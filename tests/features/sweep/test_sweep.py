@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 
 from tests.faults import refusal
 from tests.runs import ROOT, begin, lines_of, slow_but, start, wait_for_steps
@@ -55,17 +54,12 @@ for row, prediction in enumerate("ab"):
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
+def run_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Sweep]:
+    """Sweeps recipe.py in this process; returns what it printed."""
     (tmp_path / "recipe.py").write_text(RECIPE)
-    return tmp_path / "recipe.py"
-
-
-@pytest.fixture
-def run_sweep(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Sweep]:
-    """Sweeps `recipe` in this process; returns what it printed."""
 
     def run(*words: Any) -> str:
-        arguments = ["sweep", recipe, "--output_dir", tmp_path / "sweep", *words]
+        arguments = ["sweep", tmp_path / "recipe.py", "--output_dir", tmp_path / "sweep", *words]
         sweep.run(*cli.build_parser().parse_known_args(list(map(str, arguments))))
         return capsys.readouterr().out
 
@@ -92,8 +86,6 @@ def test_a_range_is_searched_and_nothing_is_repeated(run_sweep: Sweep, tmp_path:
     assert again.endswith(first[first.index("\nbest settings") :])
     run_sweep(*words, 4)
     assert len(set(values_of(tmp_path))) == 4
-    with FileLock(tmp_path / "sweep" / ".lock"):
-        refusal(run_sweep, *words, 4, match="another command is writing")
 
 
 def test_a_failed_run_and_one_without_a_first_step(run_sweep: Sweep, tmp_path: Path) -> None:
@@ -124,13 +116,10 @@ CODES = {signal.SIGINT: 130, signal.SIGHUP: 129, signal.SIGKILL: -9}
 
 
 @pytest.mark.parametrize("number", slow_but(CODES, signal.SIGINT))
-def test_a_stopped_sweep_continues(
-    number: signal.Signals, recipe: Path, tmp_path: Path, run_sweep: Sweep
-) -> None:
-    words = ["--search", "x=4,2,1", "--hangs=2"]
-    run = tmp_path / "sweep" / "trial-001"
-    command = [sys.executable, "-m", "toolkit", "sweep", recipe]
-    process = begin([*command, "--output_dir", tmp_path / "sweep", *words])
+def test_a_stopped_sweep_continues(number: int, tmp_path: Path, run_sweep: Sweep) -> None:
+    words, run = ["--search", "x=4,2,1", "--hangs=2"], tmp_path / "sweep" / "trial-001"
+    command = [sys.executable, "-m", "toolkit", "sweep", tmp_path / "recipe.py", *words]
+    process = begin([*command, "--output_dir", tmp_path / "sweep"])
     wait_for_steps(run)
     process.send_signal(number)
     done = process.finish(30)
