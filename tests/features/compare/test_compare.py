@@ -119,8 +119,9 @@ def test_incomparable_runs_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folders = [made(tmp_path / "a", predictions(0.1)), made(tmp_path / "好", predictions(0.2))]
-    words = ["compare", *folders, "--output", tmp_path / "c.html"]
+    best = made(tmp_path / "a", predictions(0.1))
+    other = made(tmp_path / "好", predictions(0.2), dropout=0.1)
+    words = ["compare", best, other, "--output", tmp_path / "c.html"]
     run_command(build_parser().parse_args(list(map(str, words))))
     assert "the best run by f1_macro first" in capsys.readouterr().out
     page = Page(tmp_path / "c.html")
