@@ -16,6 +16,7 @@ from toolkit.features.cpu_kernels.dropout import _CHUNK, bernoulli
 from toolkit.utils.modules import autograd_nodes
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+DTYPES = [(torch.bfloat16, 0.0), *((dtype, 0.25) for dtype in TOLERANCE)]
 
 
 def attend(states: list[Tensor], mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
@@ -46,6 +47,10 @@ def nodes_of(output: Tensor) -> list[Any]:
 
 
 # groups of less than a head, and all heads at once
+@pytest.mark.parametrize("scores", [300, 1 << 19])
+@pytest.mark.parametrize("queries", [24, 1])
+@pytest.mark.parametrize("kind", ["none", "keys", "pairs", "added"])
+@pytest.mark.parametrize(("dtype", "dropout"), DTYPES)
 def test_outputs_and_gradients(
     dtype: torch.dtype, dropout: float, kind: str, queries: int, scores: int, monkeypatch: Any
 ) -> None:
