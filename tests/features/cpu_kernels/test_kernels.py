@@ -54,8 +54,8 @@ def nodes_of(output: Tensor) -> list[Any]:
 def test_outputs_and_gradients(
     dtype: torch.dtype, dropout: float, kind: str, queries: int, scores: int, monkeypatch: Any
 ) -> None:
-    """Also the second gradients of a graph, which `--fgm_epsilon` takes; autocast changes none. A share `dropout` of
-    the probabilities is dropped."""
+    """Also the second gradients of a graph, which `--fgm_epsilon` takes; autocast changes none. A
+    share `dropout` of the probabilities is dropped."""
     monkeypatch.setattr(kernel, "_SCORES", scores)
     *states, gradient = inputs(dtype, queries)
     mask = mask_of(kind, queries)

@@ -71,8 +71,8 @@ def run_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Sw
 
 def values_of(tmp_path: Path) -> list[float]:
     """x of each run, in the order of the folders."""
-    paths = sorted((tmp_path / "sweep").glob("*/metrics.jsonl"))
-    return [lines_of(path)[0]["loss"] for path in paths]
+    paths = (tmp_path / "sweep").glob("*/metrics.jsonl")
+    return [lines_of(path)[0]["loss"] for path in sorted(paths)]
 
 
 def test_a_range_is_searched_and_nothing_is_repeated(run_sweep: Sweep, tmp_path: Path) -> None:

@@ -34,7 +34,6 @@ def prepared(prepared: Callable[..., Any]) -> Callable[..., Data]:
 def test_the_column_of_titles(prepared: Prepare) -> None:
     for columns, settings, expected in (
         ("text title", {}, ("text", "title")),
-        ("article highlights", {}, ("article", "highlights")),
         ("正文 标题", {}, ("正文", "标题")),
         ("headline title text", {}, ("text", "title")),  # `title` before `headline`
         ("text title lead", {"title_column": "lead"}, ("text", "lead")),
@@ -84,7 +83,7 @@ def test_rows_without_a_title_are_left_out_when_asked(prepared: Prepare) -> None
 
 
 def test_tokens_of_titles(prepared: Prepare, tokenizer: Any) -> None:
-    """`length` tokens are predicted, [SEP] included; [CLS] is not. Each setting has a cache of its own."""
+    """`length` tokens are predicted, [SEP] included; [CLS] is not. Each setting has its own cache."""
     rows = [row | {"lead": f"{row['title']} room"} for row in news(6)]
     for column, length in (("title", 2), ("title", 5), ("title", 32), ("lead", 32)):
         settings = {"title_column": column, "max_target_length": length}
