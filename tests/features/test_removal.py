@@ -49,11 +49,10 @@ def main() -> None:
     copy, model, train_file = map(Path, sys.argv[1:])
     sys.path.insert(0, str(copy))
     run = copy / "run"
-    settings = ["--model_name_or_path", model, "--train_file", train_file, "--max_steps", 4, "--checkpoint_every", 2,
-                "--report_to", "none", "--global_batch_size", 8, "--max_length", 16, "--output_dir", run]  # fmt: skip
+    words = "--max_steps 4 --checkpoint_every 2 --report_to none --max_length 16"
+    settings = ["--model_name_or_path", model, "--train_file", train_file, "--output_dir", run]
     has_mistakes = (copy / "toolkit" / "features" / "mistakes").is_dir()
-    if has_mistakes:
-        settings += ["--mistakes", 3]
+    settings += ["--global_batch_size", 8, *words.split(), *["--mistakes", 3] * has_mistakes]
     call("recipes.cls", *settings)
     uninterrupted = (run / "metrics.jsonl").read_text().splitlines()
     shutil.rmtree(run / "checkpoints" / "step-00000004")

@@ -1,5 +1,5 @@
-"""The fast BigBird attention computes what transformers does, in training and evaluation, with and without padding; by
-flex_attention, too (on a GPU: tests/test_gpu.py). Recomputed: `long recomputed` of tests/test_sameness.py.
+"""The fast BigBird attention computes what transformers does, in training and evaluation, with and
+without padding; by flex_attention, too (on a GPU: tests/test_gpu.py). Recomputed: test_sameness.py.
 """
 
 import copy
@@ -161,8 +161,8 @@ def test_errors() -> None:
 
 @pytest.mark.parametrize("limit", [9, 2, 0])
 def test_one_shape_too_many(limit: int, monkeypatch: Any, recwarn: Any) -> None:
-    """`limit` kernels can be compiled, by a backend that compiles nothing: one for each shape, as on CUDA. Others would
-    get dense scores from torch: theirs are gathered. Many shapes by real kernels: tests/test_gpu.py."""
+    """`limit` kernels can be compiled, by a backend that compiles nothing: one a shape, as on
+    CUDA. Others would get dense scores from torch: theirs are gathered. By kernels: test_gpu.py."""
     graphs: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -177,7 +177,7 @@ def test_one_shape_too_many(limit: int, monkeypatch: Any, recwarn: Any) -> None:
     torch._dynamo.reset()
     reference = make(training=limit == 9, block_size=4, max_position_embeddings=256)
     model = fast(reference.requires_grad_(False), "flex")
-    # 12 to 64 blocks of 4 tokens, as many as for 4096 tokens in blocks of 64; the second time nothing is compiled
+    # 12 to 64 blocks, as 4096 tokens have in blocks of 64; the second time nothing is compiled
     for samples, length in 2 * [(1, 47), (2, 62), (3, 95), (4, 125), (5, 190), (6, 250), (8, 50)]:
         inputs = batch(length, "right" if samples > 1 else "none", samples)
         expected = reference(**inputs).logits

@@ -1,5 +1,5 @@
-"""The rows of a run's files: written whole or not at all, and read as a killed run left them. Trackers:
-what they get, and how a failed run ends them. Lines about what a run leaves idle."""
+"""The rows of a run's files: written whole or not at all, and read as a killed run left them. How
+trackers that fail are left, and those of a failed run closed. Lines of what a run leaves idle."""
 
 import re
 import resource

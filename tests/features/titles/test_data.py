@@ -83,7 +83,7 @@ def test_rows_without_a_title_are_left_out_when_asked(prepared: Prepare) -> None
 
 
 def test_tokens_of_titles(prepared: Prepare, tokenizer: Any) -> None:
-    """`length` tokens are predicted, [SEP] included; [CLS] is not. Each setting has its own cache."""
+    """`length` tokens are predicted, with [SEP], without [CLS]. Each setting has its own cache."""
     rows = [row | {"lead": f"{row['title']} room"} for row in news(6)]
     for column, length in (("title", 2), ("title", 5), ("title", 32), ("lead", 32)):
         settings = {"title_column": column, "max_target_length": length}

@@ -221,8 +221,8 @@ def test_chinese_titles(tmp_path: Path) -> None:
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS.split(), *letters]
     vocabulary = dict(zip(words, range(len(words)), strict=True))
     transformers.BertTokenizerFast(vocab=vocabulary, model_max_length=64).save_pretrained(tmp_path)
-    config = BertConfig(vocab_size=len(words), hidden_size=24, num_hidden_layers=1, num_attention_heads=2,
-                        intermediate_size=32, max_position_embeddings=64)  # fmt: skip
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=len(words), max_position_embeddings=64, **sizes)
     BertModel(config).save_pretrained(tmp_path)
     chinese = [*TITLES, "--model_name_or_path", tmp_path, "--train_file", data, "--validation_file",
                data, "--max_steps", 1, "--tokenizer", "jieba", "--rouge_segmenter", "char",
