@@ -13,9 +13,8 @@ import pytest
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import toolkit
-from tests.evaluation.columns import save_columns
 from tests.faults import refusal
-from tests.report.made import classifier
+from tests.report.made import classifier, save_columns
 from tests.runs import ROOT, free_port, lines_of, losses_of, recipe
 from toolkit.data.labels import Labels
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.evaluation.columns import save_columns
 from tests.faults import refusal
+from tests.report.made import save_columns
 from toolkit.config import TextSettings
 from toolkit.data.columns import require_columns
 from toolkit.data.options import reading_settings, remembered_settings

@@ -18,9 +18,9 @@ from tests.splits import of_lengths
 from toolkit.data.batches import Collator
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
-from toolkit.evaluation import Evaluation, classification_metrics, outputs
+from toolkit.evaluation import classification_metrics, outputs
 from toolkit.evaluation.answers import ClassAnswers
-from toolkit.evaluation.outputs import ExactlyOnceError, ids_fault, predict
+from toolkit.evaluation.outputs import ExactlyOnceError, predict
 from toolkit.launch.signals import StopRequested
 
 TOKENIZER = SimpleNamespace(pad_token_id=99, padding_side="right")
@@ -28,16 +28,6 @@ TOKENIZER = SimpleNamespace(pad_token_id=99, padding_side="right")
 
 def outputs_of(accelerator: Any, split: Split, **options: Any) -> outputs.Outputs:
     return outputs.Outputs(accelerator, split, TOKENIZER, outputs.BatchSizes(4), **options)
-
-
-def test_ids_fault() -> None:
-    for ids, expected, fault in (
-        ([2, 0, 1], [0, 1, 2], ""),
-        ([], [4, 7], "never predicted: ids 4, 7"),
-        ([0, 0, 9], [0, 3], "never predicted: ids 3; more than once: ids 0; unknown: ids 9"),
-        ([-1, 0], [0], "unknown: ids -1"),
-    ):
-        assert ids_fault(np.array(ids, np.int64), np.array(expected, np.int64)) == fault
 
 
 def test_a_stop_signal_of_any_rank_ends_an_evaluation() -> None:
@@ -64,16 +54,16 @@ def split_of(count: int) -> Split:
     return replace(of_lengths(every * 7 % 11 + 1), name="test", labels=every % 2, rows=every * 3)
 
 
-class DuplicateIds(Collator):
-    def __call__(self, indices: np.ndarray) -> Any:
-        batch = super().__call__(indices)
-        batch.ids[batch.ids == 6] = 3
-        return batch
-
-
 def test_lost_and_duplicated_samples_raise(accelerator: Accelerator, monkeypatch: Any) -> None:
-    monkeypatch.setattr(outputs, "collator_of", DuplicateIds)
-    fault = "test: never predicted: ids 6; more than once: ids 3"
+    class WrongIds(Collator):
+        def __call__(self, indices: np.ndarray) -> Any:
+            batch = super().__call__(indices)
+            batch.ids[batch.ids == 6] = 3
+            batch.ids[batch.ids == 9] = 100
+            return batch
+
+    monkeypatch.setattr(outputs, "collator_of", WrongIds)
+    fault = "test: never predicted: ids 6, 9; more than once: ids 3; unknown: ids 100"
     with pytest.raises(ExactlyOnceError, match=fault):
         predict(accelerator, Echo(), split_of(10), TOKENIZER, 4)
 
@@ -89,26 +79,25 @@ def test_outputs_that_are_not_finite_raise_with_the_rows(accelerator: Accelerato
     refusal(predict, accelerator, model, split, TOKENIZER, 4, match=f"rows {rows}:")
 
 
-def with_own_metric(*call: Any) -> dict[str, Any]:
-    return {**classification_metrics(*call), "mine": 1}
-
-
 def test_a_recipes_loss_and_metrics(accelerator: Accelerator) -> None:
     split, model = split_of(23), Echo()
     answers = ClassAnswers(Labels("single_label_classification", ("a", "b"), ("label",)))
 
-    def evaluation_of(is_trial: bool, metrics: Any) -> Evaluation:
+    def evaluation_of(is_trial: bool, metrics: Any) -> dict[str, Any]:
         ours = outputs_of(accelerator, split, answers=answers, is_trial=is_trial)
         for batch in ours.batches(model):
             logits = model(**batch.inputs).logits
             ours.add(accelerator.gather_for_metrics((batch.ids, logits, logits[:, 1])))
-        return ours.evaluation(metrics)
+        return ours.evaluation(metrics).numbers
 
     for wrong in (lambda logits, truth: {}, lambda logits, *, truth, labels: {}):
         refusal(evaluation_of, True, wrong, says=["metrics(logits, labels, and the labels' names"])
-    trial, evaluation = (evaluation_of(is_trial, with_own_metric) for is_trial in (True, False))
-    assert trial.numbers.keys() == evaluation.numbers.keys()
-    assert evaluation.numbers.items() >= {"num_samples": 23, "mine": 1}.items()
-    assert evaluation.numbers["loss"] == pytest.approx(split.lengths.mean())  # the recipe's loss
-    # equal logits: class 0
-    assert evaluation.numbers["accuracy"] == pytest.approx(np.mean(split.labels == 0))
+
+    def with_own(*call: Any) -> dict[str, Any]:
+        return {**classification_metrics(*call), "mine": 1}
+
+    trial, numbers = (evaluation_of(is_trial, with_own) for is_trial in (True, False))
+    assert trial.keys() == numbers.keys()
+    assert numbers.items() >= {"num_samples": 23, "mine": 1}.items()
+    assert numbers["loss"] == pytest.approx(split.lengths.mean())  # the recipe's loss
+    assert numbers["accuracy"] == pytest.approx(np.mean(split.labels == 0))  # equal logits: class 0

@@ -7,8 +7,8 @@ import datasets
 import numpy as np
 from transformers import PretrainedConfig
 
-from tests.evaluation.columns import save_columns
 from tests.faults import refusal
+from tests.report.made import save_columns
 from toolkit.config import TaskSettings, build
 from toolkit.data.table import Table
 from toolkit.evaluation import saved_model

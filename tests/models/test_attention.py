@@ -54,9 +54,8 @@ def test_each_layer_casts_its_input_once() -> None:
                 each(input_ids=IDS)
         counts.append(counter.count)
     assert counts[0] - counts[1] == 2 * 2  # key's and value's in two layers
-    exact, (expected, before), (logits, gradient) = (
-        outputs_of(plain, bf16=False)[1], outputs_of(plain), outputs_of(model)
-    )  # fmt: skip
+    (expected, before), (logits, gradient) = outputs_of(plain), outputs_of(model)
+    exact = outputs_of(plain, bf16=False)[1]
     assert torch.equal(logits, expected)
     assert not torch.equal(gradient, before)
     assert (gradient - exact).norm() < 1.1 * (before - exact).norm()

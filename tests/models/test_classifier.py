@@ -62,44 +62,34 @@ def broken(tiny_model: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_model, tmp_path / "broken"))
 
 
-def test_the_encoder_is_in_float32_also_from_bfloat16(tiny_model: Path, tmp_path: Path) -> None:
-    load(tiny_model).bfloat16().save_pretrained(tmp_path)
-    for loaded in (load(tiny_model), load(tmp_path)):
-        kinds = {(each.dtype, each.device.type) for each in loaded.parameters()}
-        assert kinds == {(torch.float32, "cpu")}
+# what is said of a saved head -> its classes, and the places of its outputs; none if it is new
+HEADS: dict[str, tuple[Any, list[int]]] = {
+    "kept": ("abc", [0, 1, 2]),
+    "in the order of the data": ("cab", [1, 2, 0]),
+    "new, as its classes were x, y, z": ("xyz", []),
+    "new, as it had 4 classes": ("abcd", []),
+    "kept by position": (["LABEL_0", "LABEL_1", "LABEL_2"], [0, 1, 2]),
+}
 
 
-@pytest.mark.parametrize("family", ["bert", "roberta"])
-def test_a_head_of_the_same_classes_gets_the_order_of_the_data(family: str, tmp_path: Path) -> None:
-    trained = classifier_of(family, id2label=dict(enumerate("cab"))).eval()
-    torch.nn.init.normal_([*trained.parameters()][-1])  # the head's bias
-    trained.save_pretrained(tmp_path)
-    model = load(tmp_path, single("abc"))
-    ids = torch.tensor([[3, 4]])
-    torch.testing.assert_close(model.eval()(ids).logits, trained(ids).logits[:, [1, 2, 0]])
-
-
-@pytest.mark.parametrize(
-    ("saved", "says", "is_kept"),
-    [
-        ("abc", "kept", True),
-        ("cab", "in the order of the data", True),
-        ("xyz", "new, as its classes were x, y, z", False),
-        ("abcd", "new, as it had 4 classes", False),
-        (["LABEL_0", "LABEL_1", "LABEL_2"], "kept by position", True),
-    ],
-)
-def test_a_saved_head(saved: Any, says: str, is_kept: bool, tmp_path: Path, caplog: Any) -> None:
-    """The encoder is kept, and a new head is the seed's."""
+@pytest.mark.parametrize("says", HEADS)
+def test_a_saved_head(says: str, tmp_path: Path, caplog: Any) -> None:
+    """The encoder is kept, and a new head is the seed's; in float32 also from bfloat16."""
     caplog.set_level("INFO", "toolkit")
     torch.manual_seed(5)
-    trained = classifier_of("bert", id2label=dict(enumerate(saved)))
+    saved, order = HEADS[says]
+    trained = classifier_of("roberta", id2label=dict(enumerate(saved))).bfloat16()
+    torch.nn.init.normal_(trained.classifier.out_proj.bias)
     trained.save_pretrained(tmp_path)
     one, two = (load(tmp_path, single("abc"), seed=3) for _ in range(2))
     assert all(map(torch.equal, one.state_dict().values(), two.state_dict().values()))
-    torch.testing.assert_close(one.bert.state_dict(), trained.bert.state_dict(), rtol=0, atol=0)
-    weights = (one.classifier.weight.sum().item(), trained.classifier.weight.sum().item())
-    assert (weights[0] == pytest.approx(weights[1])) is is_kept
+    assert {(each.dtype, each.device.type) for each in one.parameters()} == {(torch.float32, "cpu")}
+    encoder = trained.float().roberta.state_dict()
+    torch.testing.assert_close(one.roberta.state_dict(), encoder, rtol=0, atol=0)
+    mine, theirs = (model.classifier.out_proj for model in (one, trained))
+    for name in ("weight", "bias"):
+        expected = getattr(theirs, name)[order or [0, 1, 2]]
+        assert torch.equal(getattr(mine, name), expected) == bool(order)
     assert len(caplog.messages) == 2
     assert all(says in line and str(tmp_path) in line for line in caplog.messages)
 
@@ -129,7 +119,8 @@ def frozen(model: Any) -> set[str]:
     return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
 
-def test_freeze_unused_changes_nothing_else() -> None:
+def test_unused_parameters_are_frozen(tmp_path: Path) -> None:
+    """And nothing else changes. BigBird's classifier reads no pooler."""
     model = classifier_of("bert").eval()
     model.spare = torch.nn.Linear(3, 5)
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
@@ -139,9 +130,6 @@ def test_freeze_unused_changes_nothing_else() -> None:
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not model.training
-
-
-def test_a_bigbird_whose_pooler_is_unused(tmp_path: Path) -> None:
     options = {"attention_type": "original_full", "sep_token_id": 3}
     classifier_of("big_bird", **options).save_pretrained(tmp_path)
     assert frozen(load(tmp_path)) == {"bert.pooler.weight", "bert.pooler.bias"}
@@ -182,6 +170,5 @@ def test_models_that_need_an_end_or_ignore_padding(tmp_path: Path) -> None:
              for size in ("layers", "attention_heads", "ffn_dim")}  # fmt: skip
     classifier_of("bart", {"d_model": 24, "vocab_size": 120, **sides}).save_pretrained(tmp_path)
     assert load(tmp_path).config.num_labels == 3
-    fnet = {"hidden_size": 24, "num_hidden_layers": 1, "vocab_size": 120}
-    classifier_of("fnet", fnet).save_pretrained(tmp_path / "fnet")
+    classifier_of("fnet", SIZES).save_pretrained(tmp_path / "fnet")
     fault_of(tmp_path / "fnet", says=["FNet"])

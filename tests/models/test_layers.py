@@ -21,13 +21,13 @@ def names(model: Any, layer: torch.nn.Module) -> set[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_embeddings_and_the_first_layers_are_frozen(family: str) -> None:
-    for count in (0, 1, 2):
-        model = tiny(family)
-        freeze_layers(model, count)
-        expected = {name for name, _ in model.named_parameters() if "embed" in name}
-        expected.update(*(names(model, layer) for layer in outer_layers(model)[:count]))
-        assert frozen(model) == expected != set()
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_embeddings_and_the_first_layers_are_frozen(family: str, count: int) -> None:
+    model = tiny(family)
+    freeze_layers(model, count)
+    expected = {name for name, _ in model.named_parameters() if "embed" in name}
+    expected.update(*(names(model, layer) for layer in outer_layers(model)[:count]))
+    assert frozen(model) == expected != set()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -60,13 +60,17 @@ def test_more_layers_than_the_model_has() -> None:
     refusal(freeze_layers, tiny("bert"), 1, 2, match="--freeze_layers 1 and --reinit_layers 2")
 
 
-def test_kept_layers_are_evenly_spaced() -> None:
+@pytest.mark.parametrize("family", ["modernbert", "qwen3", "longformer"])
+def test_kept_layers_are_evenly_spaced(family: str) -> None:
+    """So are the values that the config has for each layer."""
     model: Any = torch.nn.Module()
-    model.config = AutoConfig.for_model("modernbert", num_hidden_layers=12)
+    model.config = AutoConfig.for_model(family, num_hidden_layers=12)
+    key = "attention_window" if family == "longformer" else "layer_types"
+    values = ["full_attention", "sliding_attention"] * 6 if key == "layer_types" else [*range(12)]
+    setattr(model.config, key, values)
     model.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Dropout()) for _ in range(12))
-    before, kinds = list(model.layers), model.config.layer_types
-    places = [0, 2, 4, 7, 9, 11]  # as DistilBERT's
+    before, places = list(model.layers), [0, 2, 4, 7, 9, 11]  # as DistilBERT's
     keep_layers(model, 6)
     assert [before.index(layer) for layer in model.layers] == places
     assert model.config.num_hidden_layers == 6
-    assert model.config.layer_types == [kinds[place] for place in places]
+    assert getattr(model.config, key) == [values[place] for place in places]

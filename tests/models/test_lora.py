@@ -2,7 +2,6 @@
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,10 +15,6 @@ from tests.models.test_classifier import FAMILIES, SIZES, fault_of, load
 from toolkit.checkpoint.model_folder import check_adapter, merge_lora, save_model
 
 LORA = {"lora_r": 4, "dropout": 0.0}
-
-
-def trained(model: Any) -> set[str]:
-    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 HEADS = {"bert": {"classifier"}, "roberta": {"classifier"}, "deberta-v2": {"pooler", "classifier"},
@@ -36,7 +31,7 @@ def test_modules_outside_the_encoder_are_fully_trained(family: str, tmp_path: Pa
     with torch.no_grad():  # changes B, which starts at zero, and the head, as training would
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.3 * parameter.requires_grad)
-    names = trained(model)
+    names = {name for name, each in model.named_parameters() if each.requires_grad}
     heads = {name.split(".")[2] for name in names if ".modules_to_save." in name}
     assert heads == HEADS[family]
     assert any(".lora_A." in name for name in names)
@@ -64,10 +59,9 @@ def test_factors_that_cannot_be_merged_are_named(tiny_model: Path) -> None:
 
 
 def test_wrong_target_modules(tiny_model: Path) -> None:
-    faults = {
+    for name, message in {
         "querry": "(did you mean query?); it has dense, key, query, value, or all-linear",
         "classifier": "no linear layer of the encoder",
-    }
-    for name, message in faults.items():
+    }.items():
         says = ["--lora_target_modules", message]
         fault_of(tiny_model, lora_target_modules=name, **LORA, says=says)

@@ -1,7 +1,6 @@
 """Converting a BERT to a BigBird that computes the same; a failure leaves nothing behind."""
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,11 +83,9 @@ def convert(source: Path | str, out: Path, **options: int) -> list[str]:
 def test_every_kind_of_bert(bert: Bert, out: Path, kind: str, tied: bool) -> None:
     family, has_pooler, dropped = KINDS[kind]
     source = bert(kind, tied)
-    wrote, heads, next_line = convert(source, out)
+    _, heads, _ = convert(source, out)
     assert ("MLM head kept" in heads) == (family == "BigBirdForMaskedLM")
     assert heads.partition("dropped: ")[2].count(f"{dropped}.") == (2 if dropped else 0)
-    assert f"recipes/bigbird.py --model_name_or_path {out} " in next_line
-    assert re.findall(r"\d+", wrote.removeprefix(f"wrote {out}: ")) == ["128", "48", "56"]
     assert json.loads((out / "config.json").read_text())["architectures"] == [family]
     loading = getattr(transformers, family).from_pretrained(out, output_loading_info=True)[1]
     assert all("pooler" in key for key in loading["missing_keys"])
@@ -122,22 +119,21 @@ def test_unsuitable_sources_and_lengths(bert: Bert, out: Path) -> None:
         refusal(convert, source, out, says=says, **options)
         assert not list(out.parent.glob(f"*{out.name}*"))  # no drafts
 
-    changes: dict[str, dict[str, Any]] = {
+    for message, changed in {
         "model_type roberta, and only bert can be converted": {"model_type": "roberta"},
         "is a decoder": {"is_decoder": True},
         "do not match its config.json (encoder.layer.1.": {"num_hidden_layers": 1},
-    }
-    for message, changed in changes.items():
-        edit_json(bert() / "config.json", **changed)
-        assert_refused(out.with_name("bert"), message)
+    }.items():
+        source = bert()
+        edit_json(source / "config.json", **changed)
+        assert_refused(source, message)
     source = bert()
     for length, says in ((40, "--max_length 40"), (100, "use 104"), (56, "--max_length 56")):
         assert_refused(source, says, max_length=length)
-    (source / "model.safetensors").unlink()
-    assert_refused(source, "cannot be loaded")
-    for path in bert().glob("tokenizer*"):
-        path.unlink()
-    assert_refused(source, "tokenizer")
+    for files, says in (("tokenizer*", "tokenizer"), ("model.safetensors", "cannot be loaded")):
+        for path in bert().glob(files):
+            path.unlink()
+        assert_refused(source, says)
     assert_refused("demo:minilmm", "choose demo:minilm")
 
 
@@ -148,7 +144,6 @@ def test_a_recipes_long_model_is_cached(bert: Bert, monkeypatch: Any, toolkit_ca
     path = Path(str(settings.model_name_or_path))
     assert settings.dropout == 0.2
     assert path.parent == toolkit_cache / "models"
-    assert path.name.startswith("bert-bigbird-4096-")
     config = AutoConfig.from_pretrained(path)
     sizes = (config.max_position_embeddings, config.block_size, config.num_random_blocks)
     assert sizes == (4096, 64, 3)
@@ -156,5 +151,4 @@ def test_a_recipes_long_model_is_cached(bert: Bert, monkeypatch: Any, toolkit_ca
     assert long_model(ModelSettings(), None) == ModelSettings()
     assert_same_numbers(source, path, AutoModel)
     monkeypatch.setattr(module, "_write_bigbird", lambda *options: pytest.fail("made again"))
-    for length in (30, 4096):
-        assert long_model(short, length) == settings
+    assert long_model(short, 30) == long_model(short, 4096) == settings

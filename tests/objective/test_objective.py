@@ -21,22 +21,6 @@ from toolkit.objective.r_drop import divergence
 SINGLE, MULTI = "single_label_classification", "multi_label_classification"
 
 
-def logits(seed: int) -> torch.Tensor:
-    return torch.randn(3, 3, generator=torch.Generator().manual_seed(seed))
-
-
-def test_the_divergence_is_the_mean_of_both_directions() -> None:
-    one, other = logits(1), logits(2)
-    p, q = one.log_softmax(-1), other.log_softmax(-1)
-    options: dict[str, Any] = {"reduction": "none", "log_target": True}
-    both = F.kl_div(q, p, **options) + F.kl_div(p, q, **options)
-    torch.testing.assert_close(divergence(one, other, SINGLE), both.sum(-1) / 2)
-    # multi-label: a binary divergence per label
-    binary = [torch.stack([each, torch.zeros(3, 3)], -1).flatten(0, 1) for each in (one, other)]
-    each = divergence(*binary, SINGLE).view(3, 3)
-    torch.testing.assert_close(divergence(one, other, MULTI), each.mean(-1))
-
-
 def loss_fn(logits: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
     return sample_losses(logits, truth, SINGLE)
 
@@ -88,51 +72,36 @@ def test_fgm_moves_each_text_along_its_gradient(family: str, frozen: bool) -> No
     torch.testing.assert_close(alone, losses[:1])
 
 
-class Half(torch.nn.Module):
-    """Computes in fp16, with a gradient too small for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = torch.nn.Embedding(14, 2)
-        self.get_input_embeddings = lambda: self.words
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> SimpleNamespace:
-        self.embedded = self.words(input_ids)
-        return SimpleNamespace(logits=1e-8 * self.embedded.half().float().sum(1))
-
-
 def test_fgm_moves_a_text_in_fp16_whose_loss_is_small() -> None:
-    model = Half()
-    adversarial = Adversarial(Objective(lambda logits, labels: logits.sum(-1)), model, 0.5)
+    """Its gradient is too small for fp16."""
+    model, embedded = tiny("bert").eval(), []
+    losses = Objective(lambda logits, labels: 1e-8 * logits.half().float()[:, 0])
+    adversarial = Adversarial(losses, model, 0.5)
+    model.get_input_embeddings().register_forward_hook(lambda *call: embedded.append(call[-1]))
     adversarial(BATCH, model(**BATCH.inputs).logits)
-    shift = model.embedded - model.words.weight[BATCH.inputs["input_ids"]]
-    norms = shift.flatten(1).norm(dim=1)
+    norms = (embedded[1] - embedded[0]).flatten(1).norm(dim=1)
     torch.testing.assert_close(norms, torch.full((3,), 0.5), rtol=1e-3, atol=0)
 
 
-def test_fgm_after_another_pass_of_the_recipe() -> None:
-    model = tiny("bert")
-    objective = Adversarial(Objective(loss_fn), model, 0.5)
-    earlier, later = (model(**BATCH.inputs).logits for _ in range(2))
-    match = "--fgm_epsilon 0.5: call the model for the logits .* after its other"
-    refusal(objective, BATCH, earlier, match=match)
-    assert objective(BATCH, later).isfinite().all()
-
-
 def test_r_drop_adds_the_divergence_of_two_passes() -> None:
+    """The mean of both directions; with several labels, of a binary distribution for each."""
     torch.manual_seed(0)
     model = tiny("bert").train()
     torch.manual_seed(7)
     one, two = (model(**BATCH.inputs).logits for _ in range(2))
+    p, q = one.log_softmax(-1), two.log_softmax(-1)
+    both = ((p - q) * (p.exp() - q.exp())).sum(-1)
+    assert (both > 0).all()
     mean = (loss_fn(one, BATCH.labels) + loss_fn(two, BATCH.labels)) / 2
-    expected = mean + 0.3 * divergence(one, two, SINGLE)
     torch.manual_seed(7)
-    torch.testing.assert_close(trained(model, r_drop_alpha=0.3), expected)
-    assert (divergence(one, two, SINGLE) > 0).all()
+    torch.testing.assert_close(trained(model, r_drop_alpha=0.3), mean + 0.3 * both / 2)
+    binary = [torch.stack([each, torch.zeros_like(each)], -1).flatten(0, 1) for each in (one, two)]
+    each_label = divergence(*binary, SINGLE).view(one.shape)
+    torch.testing.assert_close(divergence(one, two, MULTI), each_label.mean(-1))
 
 
 def test_a_custom_term() -> None:
-    plain, outputs = objective_of(None), logits(3)
+    plain, outputs = objective_of(None), LOGITS[:3]
     objective = plain.plus(lambda batch, logits: logits[:, 0])
     expected = loss_fn(outputs, BATCH.labels)
     torch.testing.assert_close(plain(BATCH, outputs), expected)
@@ -141,15 +110,21 @@ def test_a_custom_term() -> None:
 
 
 def test_terms_that_do_not_fit() -> None:
+    """Nor their call: the gradient is that of the model's last pass."""
     refusal(objective_of, tiny("bert"), "regression", r_drop_alpha=1, match="--r_drop_alpha")
     smoothing = "label_smoothing_factor"
     for problem_type in ("regression", MULTI):  # inferred from the labels
         refusal(objective_of, None, problem_type, **{smoothing: 0.1}, says=[f"--{smoothing} 0.1"])
     says = ["Linear has no input embeddings"]
     refusal(Adversarial, Objective(loss_fn), torch.nn.Linear(2, 2), 1, says=says)
-    sideways = tiny("bert")
+    model, sideways = tiny("bert"), tiny("bert")
     sideways.config.model_type = "xlnet"  # whose embeddings are (S, B, H)
     refusal(objective_of, sideways, fgm_epsilon=0.5, says=["--fgm_epsilon"])
+    objective = objective_of(model, fgm_epsilon=0.5)
+    earlier, later = (model(**BATCH.inputs).logits for _ in range(2))
+    match = "--fgm_epsilon 0.5: call the model for the logits .* after its other"
+    refusal(objective, BATCH, earlier, match=match)
+    assert objective(BATCH, later).isfinite().all()
 
 
 LABELS: dict[str, torch.Tensor] = {
@@ -211,10 +186,6 @@ TITLES = torch.tensor([[5, 6, 3, -100], [3, -100, -100, -100], [9, 9, 9, 3]])  #
 def test_token_losses_are_sums_of_torchs_cross_entropy(smoothing: float) -> None:
     logits = torch.randn(3, 4, 11, generator=torch.Generator().manual_seed(1))  # (B, T, V)
     logits[1, 3] = torch.linspace(-500, 500, 11)  # padding with a huge loss
-    options: dict[str, Any] = {"reduction": "sum", "label_smoothing": smoothing}
-    for row, labels, loss in zip(
-        logits, TITLES, token_losses(logits, TITLES, smoothing), strict=True
-    ):
-        is_token = labels >= 0
-        expected = F.cross_entropy(row[is_token], labels[is_token], **options)
-        torch.testing.assert_close(loss, expected)
+    options: dict[str, Any] = {"reduction": "none", "label_smoothing": smoothing}
+    expected = F.cross_entropy(logits.mT, TITLES, **options).sum(1)
+    torch.testing.assert_close(token_losses(logits, TITLES, smoothing), expected)

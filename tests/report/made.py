@@ -64,15 +64,22 @@ def make_run(
 def classifier(sharp_model: Path, folder: Path, labels: Labels) -> Path:
     """The sharp BERT with a random head for these labels, saved as a run saves it."""
     torch.manual_seed(1)
-    model = AutoModelForSequenceClassification.from_pretrained(
-        sharp_model, num_labels=labels.size, problem_type=labels.problem_type
-    )
+    kind: Any = {"num_labels": labels.size, "problem_type": labels.problem_type}
+    model = AutoModelForSequenceClassification.from_pretrained(sharp_model, **kind)
     model.config.id2label = dict(enumerate(labels.names))
     model.config.label2id = {name: number for number, name in enumerate(labels.names)}
     model.classifier.weight.data *= 100
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(sharp_model).save_pretrained(folder)
     return folder
+
+
+def save_columns(model: Path, **columns: Any) -> None:
+    """The columns that a model was trained on, as a run saves them with its tokenizer."""
+    model.mkdir(exist_ok=True)
+    path = model / "tokenizer_config.json"
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps({**config, "training_columns": columns}))
 
 
 def add_comparison(folder: Path, **more: Any) -> None:

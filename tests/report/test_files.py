@@ -1,5 +1,5 @@
-"""The rows of a run's files: written whole or not at all, and read as a killed run left them. Trackers: how they are
-started, what they get, and how a failed run ends them."""
+"""The rows of a run's files: written whole or not at all, and read as a killed run left them. How
+trackers that fail are left, and those of a failed run closed. Lines of what a run leaves idle."""
 
 import re
 import resource
@@ -10,25 +10,23 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from accelerate import Accelerator
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+import torch
 
 from tests.report.made import make_run
-from toolkit.config import TrainingSettings
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
 from toolkit.features.predict.parts import Parts
+from toolkit.report import summary
 from toolkit.report.card import write_card
 from toolkit.report.files import RunFiles, read_lines
 from toolkit.report.html import write_report_of_folder
-from toolkit.report.log import TRACKERS, RunLog, close_failed, start_trackers
+from toolkit.report.log import RunLog, close_failed
 
 MAIN: Any = SimpleNamespace(is_main_process=True)
 LABELS = Labels("single_label_classification", ("a", "b"), ("label",))
-EVALUATION = Evaluation(
-    "validation", {"loss": 0.5, "note": "x" * 5000}, lambda: iter([{"id": "x" * 5000}])
-)
+LINES = [{"id": "x" * 5000}]
+EVALUATION = Evaluation("validation", {"loss": 0.5, "note": "x" * 5000}, lambda: iter(LINES))
 WRITERS: dict[str, Callable[[Path], object]] = {
     "config.json": lambda run: RunFiles(MAIN, run).mark_stopped(command="x" * 5000),
     "metrics.jsonl": lambda run: RunFiles(MAIN, run).append("metrics.jsonl", {"step": "x" * 5000}),
@@ -74,72 +72,40 @@ def test_read_lines(tmp_path: Path, capsys: Any) -> None:
     assert [re.findall(r"line (\d+)", line) for line in warnings] == [["2"], ["3"], ["4"], ["5"]]
 
 
-# the second is not a result of the run
-@pytest.mark.parametrize("truncated", [{}, {"max_length": 8}])
-def test_no_predictions_of_an_older_evaluation(tmp_path: Path, truncated: dict[str, int]) -> None:
-    make_run(tmp_path / "run", LABELS, [], {"loss": 0.5})
-    RunFiles(MAIN, tmp_path / "run").append_evaluation(EVALUATION, 50, **truncated)
-    assert (tmp_path / "run" / "predictions.jsonl").exists() == bool(truncated)
-
-
-class Tracker:
-    requires_logging_directory = False
-
-    def __init__(self, project: str, *place: str, **options: Any) -> None:
-        self.name = "fake"
-        self.calls: list[Any] = [project, *place, options]
-
-    def start(self) -> None:
-        pass
-
-    def store_init_configuration(self, settings: Any) -> None:
-        self.calls.append(settings)
-
-
-def test_each_tracker_gets_the_run_project_and_folder(tmp_path: Path, monkeypatch: Any) -> None:
-    for name in TRACKERS:
-        monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, Tracker)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: True)
-    accelerator = Accelerator(cpu=True)
-    training = TrainingSettings(report_to="wandb,mlflow,swanlab,trackio", run_name="first try")
-    start_trackers(accelerator, training, tmp_path, "cls", {"seed": 3}, 0)
-    run, project = "first try", "cls"
-    trackers: list[Any] = accelerator.trackers
-    assert [tracker.calls for tracker in trackers] == [
-        [project, {"name": run, "dir": str(tmp_path)}, {"seed": 3}],
-        [project, {"run_name": run}, {"seed": 3}],
-        [project, {"experiment_name": run, "logdir": f"{tmp_path}/swanlab"}, {"seed": 3}],
-        [project, {"name": run}, {"seed": 3}],
-    ]
-
-
-def test_a_run_continues_without_a_tracker_that_fails(capsys: Any) -> None:
+def test_a_tracker_that_fails_stops_nothing(capsys: Any) -> None:
+    """Not the run, nor that the others are closed, with an exit code where the run has failed."""
     refuse = Mock(side_effect=ConnectionError("the server is gone\nand more"))
-    steps: list[int] = []
-    gone = SimpleNamespace(name="mlflow", log=refuse, finish=lambda: steps.append(-1))
-    late = SimpleNamespace(name="trackio", log=lambda _, step: steps.append(step), finish=refuse)
+    calls: list[Any] = []
+    gone = SimpleNamespace(name="mlflow", log=refuse, finish=refuse)
+    late = SimpleNamespace(name="trackio", log=lambda _, step: calls.append(step), finish=refuse)
     accelerator: Any = SimpleNamespace(trackers=[gone, late], is_main_process=True)
-    files: Any = SimpleNamespace(
-        append_evaluation=lambda *_: None, write_predictions=lambda _: None
-    )
-    log = RunLog(accelerator, files, 3, 2)
+    log = RunLog(accelerator, Mock(), 3, 2)
     log.log_evaluation(Evaluation("validation", {"loss": 0.5}, None), 2)
     # W&B drops what comes before its last step
     log.log_evaluation(Evaluation("test", {"loss": 0.5}, None), 1)
     log.close_trackers()
-    assert steps == [2, 2]
+    assert calls == [2, 2]
     lines = capsys.readouterr().err.splitlines()
     warnings = [line for line in lines if "ConnectionError: the server is gone" in line]
     assert [line.split()[1] for line in warnings] == ["mlflow", "trackio"]
-
-
-def test_the_trackers_of_a_failed_run_are_closed() -> None:
-    """One that raises does not stop the others."""
-    ends: list[Any] = []
-    run = SimpleNamespace(finish=lambda exit_code: ends.append(exit_code))
-    failing = SimpleNamespace(name="mlflow", finish=Mock(side_effect=ConnectionError))
-    wandb = SimpleNamespace(name="wandb", run=run)
-    last = SimpleNamespace(name="tensorboard", finish=lambda: ends.append("closed"))
-    accelerator: Any = SimpleNamespace(trackers=[failing, wandb, last])
+    run = SimpleNamespace(finish=lambda exit_code: calls.append(exit_code))
+    last = SimpleNamespace(name="tensorboard", finish=lambda: calls.append("closed"))
+    accelerator.trackers = [gone, SimpleNamespace(name="wandb", run=run), last]
     close_failed(accelerator)
-    assert ends == [1, "closed"]
+    assert calls[2:] == [1, "closed"]
+
+
+def test_gpus_or_tasks_of_slurm_that_are_idle(monkeypatch: Any) -> None:
+    """The line has the words that use them all."""
+    ddp = "3 of 4 GPUs are idle: --config_file accelerate_configs/ddp.yaml --num_processes 4"
+    for processes, device, gpus, tasks, says in (
+        (1, "cuda", 4, "1", ddp),
+        (1, "cuda", 1, "1", ""),
+        (4, "cuda", 4, "4", ""),
+        (1, "cpu", 0, "2", "one process of 2 (SLURM_NTASKS): srun"),
+    ):
+        monkeypatch.setattr(torch.accelerator, "device_count", Mock(return_value=gpus))
+        monkeypatch.setenv("SLURM_NTASKS", tasks)
+        accelerator: Any = SimpleNamespace(num_processes=processes, device=torch.device(device))
+        lines = summary._idle_lines(accelerator)
+        assert (len(lines), says in "".join(lines)) == (bool(says), True)

@@ -53,9 +53,7 @@ class Page:
         return [url for url in urls if not url.startswith(("#", "data:"))]
 
 
-def single(
-    names: Sequence[str], chances: np.ndarray, truths: Sequence[int]
-) -> tuple[list[dict[str, Any]], dict]:
+def single(names: Sequence[str], chances: np.ndarray, truths: Sequence[int]) -> tuple[Any, Any]:
     """Predictions and numbers of single-label classification from (N, C) probabilities."""
     predictions = [
         {"id": 3 * place, "label": names[truth], "prediction": names[int(row.argmax())],
@@ -95,22 +93,22 @@ def test_a_classification(three: Path, monkeypatch: Any) -> None:
                   "7,677 train", "accelerate_configs/zero2.yaml", "~/cls.py --seed 1",
                   "learning_rate 5e-05", "40 of 40", "accuracy (validation)"):  # fmt: skip
         assert shown in page.text
-    predictions = lines_of(three / "predictions.jsonl")
-    wrong = []
-    for line, text in zip(predictions, texts, strict=True):
-        if line["label"] != line["prediction"]:
-            error = 1 - line["probabilities"][CHINESE.index(line["label"])]
+    wrong, counts = [], np.zeros((3, 3), int)
+    for line, text in zip(lines_of(three / "predictions.jsonl"), texts, strict=True):
+        label, guess = (CHINESE.index(line[key]) for key in ("label", "prediction"))
+        counts[label, guess] += 1
+        if label != guess:
             shown = text if text == NASTY else text[:299] + "…"  # as text
-            wrong.append([error, str(line["id"] + 1), shown, line["label"], line["prediction"]])
+            row = [str(line["id"] + 1), shown, line["label"], line["prediction"]]
+            wrong.append([1 - line["probabilities"][label], *row])
     assert page.rows["mistakes"][0] == ["row", "text", "label", "prediction", "error"]
     expected = sorted(wrong, reverse=True)[:20]
     assert page.rows["mistakes"][1:] == [[*row, f"{error:.4g}"] for error, *row in expected]
     assert page.rows["confusion"][:2] == [["", "predicted", ""], ["true", *CHINESE, "samples"]]
-    for name, row in zip(CHINESE, page.rows["confusion"][2:], strict=True):
-        guesses = [line["prediction"] for line in predictions if line["label"] == name]
-        counts = [guesses.count(guess) for guess in CHINESE]
-        cells = [f"{count}{100 * count / len(guesses):.0f} %" if count else "·" for count in counts]
-        assert row == [name, *cells, str(len(guesses))]
+    for name, row, of_name in zip(CHINESE, page.rows["confusion"][2:], counts, strict=True):
+        total = of_name.sum()
+        cells = [f"{count}{100 * count / total:.0f} %" if count else "·" for count in of_name]
+        assert row == [name, *cells, str(total)]
 
 
 ERRORS = {"loss": 0.1, "mse": 0.1, "mae": 0.3, "pearson": 0.9}

@@ -51,9 +51,7 @@ def test_the_metrics_of_each_model(labels: Labels) -> None:
 def test_the_file_is_read_for_its_own_evaluation_only(tmp_path: Path) -> None:
     split, logits = made(50, 2), np.zeros((50, 3), np.float32)
     lines = compared.write_baselines(tmp_path, made(90, 1), split, logits, ClassAnswers(THREE))
-    for line, name in zip(lines, (LARGEST, LINEAR, MODEL), strict=False):
-        assert line.startswith("  accuracy ")
-        assert line.endswith(f"  {name}")
+    assert [line.split("  ")[-1] for line in lines[:3]] == [LARGEST, LINEAR, MODEL]
     assert LINEAR in lines[3]  # warns that the model is not better
     same, other = (Evaluation("test", {"num_samples": count}, None) for count in (50, 51))
     content: Any = compared.read_baselines(tmp_path, same)
@@ -61,5 +59,4 @@ def test_the_file_is_read_for_its_own_evaluation_only(tmp_path: Path) -> None:
     assert compared.read_baselines(tmp_path, other) is None
     settings = build(TaskSettings, {"baselines": False})
     assert FEATURE.results(tmp_path, settings, None, None, None) == ()
-    assert list(tmp_path.iterdir()) == []
     assert compared.read_baselines(tmp_path, same) is None

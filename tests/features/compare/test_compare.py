@@ -85,60 +85,46 @@ def test_seeds_of_one_job_have_a_mean_and_a_spread(tmp_path: Path) -> None:
 
 
 def test_differently_defined_losses_are_not_compared(tmp_path: Path) -> None:
+    folders = []
     for name, value in (("a", 0.0), ("b", 0.0), ("c", 0.1)):
-        made(
-            tmp_path / name,
-            predictions(0.1),
-            metric_for_best_model="loss",
-            label_smoothing_factor=value,
-        )
-    folders = [tmp_path / name for name in "abc"]
+        settings = {"metric_for_best_model": "loss", "label_smoothing_factor": value}
+        folders.append(made(tmp_path / name, predictions(0.1), **settings))
     assert compare(folders[:2]).metric == "loss"
     refusal(compare, folders, says=["label_smoothing_factor"])
 
 
 def test_incomparable_runs_are_refused_by_name(tmp_path: Path) -> None:
     lines = predictions(0.1)
-    first, killed, file, same = (
-        made(tmp_path / name, lines) for name in ("first", "killed", "file", "same")
-    )
     others = made(tmp_path / "rows", [{**line, "id": line["id"] + 1} for line in lines])
+    first, killed, file, same = (made(tmp_path / name, lines) for name in ("1", "2", "3", "4"))
     data = json.loads((first / "config.json").read_text(encoding="utf-8"))["data"]
-    for run, digest in (
-        (first, "1-utf-8"),
-        (same, "1-utf-8-quoting none"),
-        (file, "2"),
-        (others, "1-utf-8"),
-    ):
+    quoted = "1-utf-8-quoting none"
+    for run, digest in {first: "1-utf-8", same: quoted, file: "2", others: "1-utf-8"}.items():
         facts = {"file_digests": {"train": digest}, "metric_for_best_model": "accuracy"}
         edit_json(run / "config.json", data=data | facts)
     (killed / "predictions.jsonl").unlink()
     numbers, score = tmp_path / "numbers", Labels("regression", ("score",), ("score",))
-    make_run(
-        numbers, score, [{"id": 0, "label": 1.0, "prediction": 2.0}], {"loss": 0.1, "mae": 1.0}
-    )
+    row = {"id": 0, "label": 1.0, "prediction": 2.0}
+    make_run(numbers, score, [row], {"loss": 0.1, "mae": 1.0})
     assert compare([first, same]).metric == "accuracy"
-    for run, reason in (
-        (others, "--data_seed"), (numbers, "other rows or labels than"), (killed, "resume"),
-        (file, "the same file"),
-    ):  # fmt: skip
+    for run, reason in {
+        others: "--data_seed", numbers: "other rows or labels than", killed: "resume",
+        file: "the same file",
+    }.items():  # fmt: skip
         refusal(compare, [first, run], says=[reason, run.name])
     metrics = json.loads((same / "eval.jsonl").read_text().splitlines()[-1])
     del metrics["accuracy"]
     (same / "eval.jsonl").write_text(json.dumps(metrics))
-    refusal(compare, [first, same], says=["no accuracy", "same"])
+    refusal(compare, [first, same], says=["no accuracy", same.name])
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folders = [
-        made(tmp_path / "a", predictions(0.1)),
-        made(tmp_path / "好", predictions(0.2), dropout=0.1),
-    ]
-    file = tmp_path / "c.html"
-    words = ["compare", *folders, "--output", file]
+    best = made(tmp_path / "a", predictions(0.1))
+    other = made(tmp_path / "好", predictions(0.2), dropout=0.1)
+    words = ["compare", best, other, "--output", tmp_path / "c.html"]
     run_command(build_parser().parse_args(list(map(str, words))))
     assert "the best run by f1_macro first" in capsys.readouterr().out
-    page = Page(file)
+    page = Page(tmp_path / "c.html")
     assert page.loads() == []
     assert [row[0] for row in page.rows["table"]] == ["run", "a", "好"]
     assert [tag for tag, _ in page.tags].count("svg") == 1
@@ -150,6 +136,7 @@ def values_of(lines: list[dict[str, Any]], kind: Any, names: Any = ()) -> dict[s
 
 
 def test_scores_of_each_kind_of_prediction() -> None:
+    """Those of masked tokens: tests/features/pretraining/test_pretraining.py."""
     lines = [{"label": ["neg"], "prediction": ["neg", "pos"]}, {"label": [], "prediction": []}]
     truth, guess = np.array([[1, 0, 0], [0, 0, 0]]), np.array([[1, 1, 0], [0, 0, 0]])
     expected = {f"f1_{kind}": sk.f1_score(truth, guess, average=kind, zero_division=0)
@@ -162,9 +149,5 @@ def test_scores_of_each_kind_of_prediction() -> None:
     assert values == pytest.approx({"accuracy": 0.5, "f1_macro": 2 / 3 / 3})
     lines = [{"label": [1.0, 2.0], "prediction": [2.0, 4.0]}]
     assert values_of(lines, "regression", ("a", "b")) == {"mae": 1.5, "mse": 2.5}
-    counts = ((0.25, 8), (0.0, 0), (1.0, 2))
-    lines = [{"scores": {"x": right}, "weight": count} for right, count in counts]
-    # 4 of 10 tokens
-    assert values_of(lines, "masked_language_modeling") == pytest.approx({"x": 0.4})
     lines = [{"scores": {"rougeL": score}} for score in (0.25, 0.75)]
     assert values_of(lines, "title_generation") == {"rougeL": 0.5}

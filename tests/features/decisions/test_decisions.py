@@ -24,20 +24,16 @@ from toolkit.features.decisions.feature import DecisionSettings
 from toolkit.features.decisions.tune import best_threshold, check, tune
 
 
-def make_files(folder: Path) -> None:
+@inputs.made_once("rows.csv")
+def half(folder: Path, name: str) -> None:
     table = pd.read_csv(inputs.reviews())
-    table[:70].to_csv(folder / "train.csv", index=False)
-    table[70:].to_csv(folder / "test.csv", index=False)
-
-
-def file(name: str) -> Path:
-    return inputs.shared("decisions", make_files) / name
+    rows = table[:70] if name == "train" else table[70:]
+    rows.to_csv(folder / "rows.csv", index=False)
 
 
 COMMON = [*TINY, "--max_steps", 8, "--eval_every", 2, "--checkpoint_every", 4, "--learning_rate", "1e-2",
           "--global_batch_size", 20, "--per_device_batch_size", 6, "--metric_for_best_model", "loss"]  # fmt: skip
-FILES = ["--train_file", partial(file, "train.csv"), "--test_file", partial(file, "test.csv")]
-PLAIN = [*COMMON, *FILES]
+PLAIN = [*COMMON, "--train_file", partial(half, "train"), "--test_file", partial(half, "test")]
 SETTINGS = "--positive_class neg --calibrate --abstain_below 0.55 --tune_thresholds".split()
 TUNED = ["--calibrate", "--tune_thresholds", "f1"]
 JOBS = {
@@ -88,10 +84,11 @@ def test_the_test_rows_are_evaluated_with_and_without_decisions() -> None:
 
 
 def test_all_that_loads_the_model_applies_decisions(tmp_path: Path, no_launcher: None) -> None:
-    run, rows, out = run_of("single", "two"), pd.read_csv(file("test.csv")), tmp_path / "out.csv"
+    run, file, out = run_of("single", "two"), half("test"), tmp_path / "out.csv"
     expected = [line["prediction"] for line in lines_of(run / "predictions.jsonl")]
+    rows = pd.read_csv(file)
     assert None in expected
-    start(["toolkit", "predict", run / "model", file("test.csv"), "--output", out]).succeeded()
+    start(["toolkit", "predict", run / "model", file, "--output", out]).succeeded()
     written = pd.read_csv(out)["prediction"]
     assert [None if pd.isna(cell) else cell for cell in written] == expected
     assert [line["prediction"] for line in toolkit.predict(run / "model", rows["text"])] == expected
@@ -153,6 +150,7 @@ def test_no_threshold_is_better(criterion: str) -> None:
 
 
 def test_a_fitted_temperature_is_the_one_applied_and_lowers_the_error() -> None:
+    """With several labels, answers follow the threshold of each."""
     generator = np.random.default_rng(4)
     scores = generator.normal(0, 1.5, (4000, 3))
     chances = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
@@ -164,6 +162,11 @@ def test_a_fitted_temperature_is_the_one_applied_and_lowers_the_error() -> None:
         before = calibration_error(Decisions(labels).probabilities(logits), truth)
         after = calibration_error(Decisions(labels, 3.0).probabilities(logits), truth)
         assert after["ece"] < 0.03 < 0.1 < before["ece"]
+    assert fit_temperature(2 * np.eye(2), np.array([0, 1])) == 1  # without mistakes
+    answers = Decisions(SEVERAL, 3.0, {"x": 0.9, "z": 0.1}).answers(logits)
+    above = 1 / (1 + np.exp(-scores)) > np.array([0.9, 0.5, 0.1])
+    expected = [[name for name, has in zip("xyz", row, strict=True) if has] for row in above]
+    assert [line["prediction"] for line in answers] == expected
 
 
 def test_the_error_of_a_few_probabilities_by_hand() -> None:
@@ -173,31 +176,16 @@ def test_the_error_of_a_few_probabilities_by_hand() -> None:
     assert error["ece"] == pytest.approx((0.1 + abs(0.8 + 0.84 - 1)) / 3)
 
 
-def tune_on(truth: np.ndarray, logits: np.ndarray, **settings: Any) -> tuple[Decisions, list[str]]:
-    rows = np.arange(len(truth))
-    split = Split("validation", Path(), np.zeros(0, np.int32), rows, truth, rows)
-    evaluation = Evaluation("validation", {}, None, (split, logits.astype(np.float32)))
-    return tune(DecisionSettings(**settings), TWO, evaluation)
-
-
 def test_a_threshold_from_few_rows_is_a_warning() -> None:
-    logits = np.stack([np.zeros(40), np.linspace(2, -2, 40)], axis=1)
+    rows = np.arange(40)
+    logits = np.stack([np.zeros(40), np.linspace(2, -2, 40)], axis=1, dtype=np.float32)
     for positives, warns in ((9, True), (10, False), (30, False), (31, True)):
-        truth = (np.arange(40) < positives).astype(np.int64)
-        decisions, notes = tune_on(truth, logits, tune_thresholds="f1")
+        truth = (rows < positives).astype(np.int64)
+        split = Split("validation", Path(), np.zeros(0, np.int32), rows, truth, rows)
+        evaluation = Evaluation("validation", {}, None, (split, logits))
+        decisions, notes = tune(DecisionSettings(tune_thresholds="f1"), TWO, evaluation)
         assert ["threshold of pos" in line for line in notes] == [True] * warns
         assert set(decisions.thresholds) == {"pos"}
-    logits = np.array([[2, 0], [0, 2]] * 20)  # without mistakes nothing is calibrated
-    assert tune_on(np.array([0, 1] * 20), logits, calibrate=True)[0].temperature == 1
-
-
-def test_answers_follow_the_thresholds_of_several_labels() -> None:
-    logits = np.random.default_rng(6).normal(0, 2, (500, 3)).astype(np.float32)
-    decisions = Decisions(SEVERAL, 0.8, {"x": 0.9, "z": 0.1})
-    answers = [line["prediction"] for line in decisions.answers(logits)]
-    for answer, chances in zip(answers, decisions.probabilities(logits), strict=True):
-        above = chances > np.array([0.9, 0.5, 0.1])
-        assert answer == [name for name, is_above in zip("xyz", above, strict=True) if is_above]
 
 
 def test_the_file_of_a_model_is_read(tmp_path: Path) -> None:

@@ -24,12 +24,9 @@ from toolkit.features.export import command
 from toolkit.features.export.command import compare, export
 from toolkit.features.export.runtimes import FILES
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec(name) is None, reason=f"the extra `{extra}` is not installed"
-    )
-    for name, extra in (("openvino", "openvino"), ("onnxruntime", "onnx"))
-]
+for runtime in ("openvino", "onnxruntime"):
+    if importlib.util.find_spec(runtime) is None:
+        pytest.skip(f"{runtime} is not installed", allow_module_level=True)
 KINDS = [(to, int8) for to in FILES for int8 in (False, True)]
 
 

@@ -53,12 +53,9 @@ def test_planted_errors_are_found_the_most_certain_first() -> None:
     chances[np.arange(60), np.arange(60) % 3] = 0.8
     chances[7] = [0.05, 0.05, 0.9]
     chances[20] = [0.85, 0.05, 0.1]
-    lines = []
-    for row, numbers in enumerate(chances):
-        answers = {"label": "abc"[row % 3], "prediction": "abc"[numbers.argmax()]}
-        lines.append({"id": row, **answers, "probabilities": numbers.tolist()})
+    lines, _ = single("abc", chances, [row % 3 for row in range(60)])
     suspects = find_suspects(lines, {"problem_type": SINGLE, "labels": ["a", "b", "c"]})
-    assert [(line["id"], line["prediction"]) for line in suspects] == [(7, "c"), (20, "a")]
+    assert [(line["id"], line["prediction"]) for line in suspects] == [(21, "c"), (60, "a")]
 
 
 def test_several_labels_that_no_row_has_together(tmp_path: Path) -> None:
@@ -139,12 +136,10 @@ def test_the_page_and_its_corrections(tmp_path: Path, capsys: pytest.CaptureFixt
     refusal(predictions, tmp_path, 1, np.arange(30), texts, says=["fold-1", "--test_file"])
 
 
-@pytest.mark.parametrize("says", ["--train_file", "--sead"])
-def test_faults_are_named_before_anything_runs(says: str, tmp_path: Path) -> None:
+def test_a_missing_file_is_named_before_anything_runs(tmp_path: Path) -> None:
+    """Unknown settings: tests/features/sweep/test_sweep.py."""
     words = ["folds", str(ROOT / "recipes/cls.py"), "--output_dir", str(tmp_path / "f")]
-    if says == "--sead":
-        words += ["--train_file", "x.csv", "--model_name_or_path", "m", "--sead", "1"]
-    refusal(command.run, *build_parser().parse_known_args(words), says=[says])
+    refusal(command.run, *build_parser().parse_known_args(words), says=["--train_file"])
     assert not (tmp_path / "f").exists()
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests import inputs
 from tests.architectures import make_architecture
@@ -22,7 +21,6 @@ from toolkit.data.batches import Batch, Collator
 from toolkit.data.labels import Labels
 from toolkit.data.tokenizer import load_tokenizer
 from toolkit.data.tokens import Split
-from toolkit.features.padding_free import attention as module
 from toolkit.features.padding_free.collator import PackedCollator, round_up
 from toolkit.models.classifier import load_classifier
 
@@ -61,43 +59,22 @@ def logits_and_gradients(classifier: Any, batch: Batch) -> tuple[torch.Tensor, l
     return logits, list(torch.autograd.grad(logits.square().sum(), weights))
 
 
-def reference_kernel(
-    q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, *, scale: float, window_size: Any
-) -> torch.Tensor:  # fmt: skip
-    """`varlen_attn` as documented, in float32 on a CPU."""
-    assert cu_q.dtype == cu_k.dtype == torch.int32
-    assert (int(cu_q[-1]), int(cu_k[-1])) == (len(q), len(k))
-    queries, keys = cu_q.diff().tolist(), cu_k.diff().tolist()
-    assert (max(queries) <= max_q, max(keys) <= max_k) == (True, True)
-    outputs = []
-    for parts in zip(q.split(queries), k.split(keys), v.split(keys), strict=True):
-        positions = torch.arange(len(parts[1]))
-        distance = (positions[: len(parts[0]), None] - positions).abs()
-        window = window_size[0] if window_size[0] >= 0 else len(positions)
-        states = [each.transpose(0, 1)[None] for each in parts]
-        output = F.scaled_dot_product_attention(*states, distance <= window, scale=scale)
-        outputs.append(output[0].transpose(0, 1))
-    return torch.cat(outputs)
-
-
 @pytest.mark.parametrize("on_gpu", [False, True], ids=["", "with padding texts"])
-@pytest.mark.parametrize("kind", ["padded in attention", "varlen_attn"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_and_gradients_are_equal(
-    name: str, kind: str, on_gpu: bool, load: Models, accelerator: Any, monkeypatch: Any
+    name: str, on_gpu: bool, load: Models, accelerator: Any
 ) -> None:
+    """By padded attention; by `varlen_attn`, which needs a GPU: tests/test_gpu.py."""
     classifier, tokenizer = load(name)
     padded, packed = collators_of(tokenizer)
     indices = np.arange(len(LENGTHS))
     names = [name for name, weight in classifier.named_parameters() if weight.requires_grad]
     expected, gradients = logits_and_gradients(classifier.train(), padded(indices))
     packed.prepare_model(accelerator, classifier)
-    if kind == "varlen_attn":
-        monkeypatch.setattr(module, "_supports_varlen", lambda query: True)
-        monkeypatch.setattr(module, "varlen_attn", reference_kernel)
     packed.rounds_up = on_gpu
     batch = packed(indices)
     assert batch.inputs["input_ids"].shape == (1, 128 if on_gpu else 123)
+    assert name != "BERT" or width_of_last(classifier, **batch.inputs) == 1  # the first tokens only
     logits, packed_gradients = logits_and_gradients(classifier, batch)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * float(expected.detach().std()))
     for weight, one, other in zip(names, packed_gradients, gradients, strict=True):
@@ -105,17 +82,6 @@ def test_logits_and_gradients_are_equal(
             torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * float(other.abs().max()))
     # padded batches still work
     assert torch.equal(classifier(**padded(indices).inputs).logits, expected)
-
-
-def test_the_last_layer_computes_the_first_tokens_only(load: Models, accelerator: Any) -> None:
-    classifier, tokenizer = load("BERT")
-    _, packed = collators_of(tokenizer)
-    packed.prepare_model(accelerator, classifier)
-    inputs = packed(np.arange(7)).inputs
-    assert width_of_last(classifier, **inputs) == 1
-    expected = classifier.eval()(**inputs).logits
-    load("BERT")  # another model
-    assert torch.equal(classifier(**inputs).logits, expected)
 
 
 def test_a_row(tokenizer: Any) -> None:

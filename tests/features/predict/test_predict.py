@@ -4,7 +4,6 @@ evaluate`: the labels of a file, pairs, and the run that trained the model.
 
 import csv
 import json
-import math
 import random
 import re
 import shutil
@@ -15,22 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
 
 import toolkit
-from tests.evaluation.columns import save_columns
 from tests.faults import refusal
 from tests.jobs_worker import run_jobs
-from tests.report.made import classifier
+from tests.report.made import classifier, save_columns
 from tests.runs import WAYS, lines_of, recipe
 from toolkit.cli import build_parser
 from toolkit.config import TextSettings
 from toolkit.data import read, text_files, write
 from toolkit.data.labels import MULTI, REGRESSION, SINGLE, Labels
 from toolkit.data.table import Table
-from toolkit.evaluation.saved_model import choose_labels, training_run
+from toolkit.evaluation.saved_model import choose_labels
 from toolkit.features.predict import command as predict_file
 from toolkit.features.predict.evaluate import evaluate_file
 
@@ -64,9 +63,7 @@ def predicted(model: Path, texts: list[str], tmp_path: Path, monkeypatch: Any) -
     pd.DataFrame({"id": numbers, "text": texts}).to_csv(rows, index=False)
     monkeypatch.setattr(text_files, "BLOCK_ROWS", 2)  # of which four are a batch
 
-    def run(
-        name: str, *more: str, window: int = 16, source: Path = rows, model: Any = model
-    ) -> Path:
+    def run(name: str, *more: Any, window: int = 16, source: Any = rows, model: Any = model) -> Any:
         monkeypatch.setattr(predict_file, "WINDOW_ROWS", window)
         words = ["predict", model, source, "--output", tmp_path / name, "--mixed_precision", "no"]
         predict_file.predict_file(build_parser().parse_args(list(map(str, [*words, *more]))))
@@ -75,27 +72,25 @@ def predicted(model: Path, texts: list[str], tmp_path: Path, monkeypatch: Any) -
     return run
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return pd.read_csv(path, dtype={"id": str}, keep_default_na=False).to_dict("records")
+def rows_of(path: Path) -> pd.DataFrame:
+    return pd.read_csv(path, dtype={"id": str}, keep_default_na=False)
 
 
-def assert_same(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+def assert_same(path: Path, expected: Path) -> None:
     """Up to rounding, as probabilities depend on the other texts of a batch."""
-    pd.testing.assert_frame_equal(pd.DataFrame(rows), pd.DataFrame(expected), rtol=0, atol=2e-6)
+    pd.testing.assert_frame_equal(rows_of(path), rows_of(expected), rtol=0, atol=2e-6)
 
 
-def with_decisions(model: Path, folder: Path, **decisions: Any) -> Path:
-    copy = shutil.copytree(model, folder)
-    (copy / "decisions.json").write_text(json.dumps({"labels": ["a", "b", "c"], **decisions}))
-    return copy
+def part(start: int, end: int) -> str:
+    return f"part-{start:010d}-{end:010d}.parquet"
 
 
 def test_windows(predicted: Predict, texts: list[str], tmp_path: Path, capsys: Any) -> None:
-    whole = rows_of(predicted("whole.csv", window=10**6))
-    assert [row["text"] for row in whole] == texts
-    assert [row["id"] for row in whole] == [f"{row:03d}" for row in range(ROWS)]
-    assert len({row["probability_a"] for row in whole}) > ROWS / 2
-    assert_same(rows_of(predicted("windows.csv")), whole)
+    whole = predicted("whole.csv", window=10**6)
+    assert list(rows_of(whole)["text"]) == texts
+    assert list(rows_of(whole)["id"]) == [f"{row:03d}" for row in range(ROWS)]
+    assert rows_of(whole)["probability_a"].nunique() > ROWS / 2
+    assert_same(predicted("windows.csv"), whole)
     assert re.search(r"\b1 of 70 rows .*\(rows 61\)", capsys.readouterr().err)
     assert not list(tmp_path.glob("*.parts"))
 
@@ -109,7 +104,7 @@ def test_ranks_share_windows(
     words = [model, tmp_path / "rows.csv", "--mixed_precision", "no", "--output"]
     job = ["tests.predict_worker", *words, tmp_path / "out.csv"]
     run_jobs(tmp_path / "jobs", WAYS[way], [[*job, "--shard", "2/3"], job])
-    assert_same(rows_of(tmp_path / "out.csv"), rows_of(whole))
+    assert_same(tmp_path / "out.csv", whole)
     assert not list((toolkit_cache / "tokens").glob("*"))
 
 
@@ -135,34 +130,30 @@ def test_shards_are_joined_in_order(predicted: Predict, tmp_path: Path, capsys: 
         refusal(predicted, "third.csv", "--shard", wrong, says=["--shard", wrong])
 
 
-@pytest.mark.parametrize("changed", ["max_length", "file", "model", "probabilities"])
-def test_parts_of_another_prediction(
-    changed: str, predicted: Predict, model: Path, tmp_path: Path
-) -> None:
-    predicted("out.csv", "--shard", "1/2")
-    lines = (tmp_path / "rows.csv").read_text().replace("good", "fine")
-    (tmp_path / "other.csv").write_text(lines)
-    words = {"max_length": ["--max_length", "8"], "probabilities": ["--probabilities", "none"]}
-    more: Any = {
-        "file": {"source": tmp_path / "other.csv"},
-        "model": {"model": with_decisions(model, tmp_path / "model", temperature=2)},
+def test_parts_of_another_prediction(predicted: Predict, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file.csv").write_text((tmp_path / "rows.csv").read_text().replace("good", "fine"))
+    cooler = shutil.copytree(model, tmp_path / "model")
+    decisions = {"labels": ["a", "b", "c"], "temperature": 2}
+    (cooler / "decisions.json").write_text(json.dumps(decisions))
+    changes: dict[str, tuple[list[str], dict[str, Path]]] = {
+        "max_length": (["--max_length", "8"], {}),
+        "probabilities": (["--probabilities", "none"], {}),
+        "file": ([], {"source": tmp_path / "file.csv"}),
+        "model": ([], {"model": cooler}),
     }
-    given = partial(predicted, **more.get(changed, {}))
-    options = words.get(changed, [])
-    match = rf"part-\S+ is of another prediction \(it differs in {changed}\)"
-    refusal(given, "out.csv", *options, match=match)
-    expected = given("expected.csv", *options).read_bytes()
-    assert given("out.csv", "--overwrite", *options).read_bytes() == expected
+    for changed, (words, others) in changes.items():
+        name = predicted(f"of {changed}.csv", "--shard", "1/2").name
+        match = rf"part-\S+ is of another prediction \(it differs in {changed}\)"
+        refusal(predicted, name, *words, **others, match=match)
+        expected = predicted("expected.csv", "--overwrite", *words, **others).read_bytes()
+        assert predicted(name, "--overwrite", *words, **others).read_bytes() == expected
 
 
 def test_what_is_refused(predicted: Predict, model: Path, tmp_path: Path) -> None:
-    """What would be overwritten, options that do not fit, a model class of a user's own."""
+    """Options that do not fit, a model class of a user's own."""
     again = tmp_path / "again.csv"
     again.write_text("text,prediction\na,b\n")
     refusal(predicted, "out.csv", source=again, match="already has a column prediction")
-    (tmp_path / "mine.csv").write_text("mine")
-    refusal(predicted, "mine.csv", match="mine.csv exists")
-    assert (tmp_path / "mine.csv").read_text() == "mine"
     own = shutil.copytree(model, tmp_path / "own", ignore=shutil.ignore_patterns("config.json"))
     refusal(predicted, "out.csv", model=own, says=["load_state_dict", f"{own}/model.safetensors"])
     words = ["--per_device_batch_size", "0"]
@@ -171,10 +162,6 @@ def test_what_is_refused(predicted: Predict, model: Path, tmp_path: Path) -> Non
         options = build_parser().parse_args(["predict", "m", *words])
         refusal(predict_file.predict_file, options, match="--output")
     assert not list(tmp_path.glob("*.parts"))
-
-
-def part(start: int, end: int) -> str:
-    return f"part-{start:010d}-{end:010d}.parquet"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
@@ -195,16 +182,6 @@ def test_a_killed_process(number: int, predicted: Predict, model: Path, tmp_path
     assert not parts.exists()
 
 
-def test_rows_without_an_answer(
-    predicted: Predict, model: Path, tmp_path: Path, capsys: Any
-) -> None:
-    unsure = with_decisions(model, tmp_path / "unsure", abstain_below=0.4)
-    answers = [row["prediction"] for row in rows_of(predicted("out.csv", model=unsure))]
-    unanswered = answers.count("")
-    assert 0 < unanswered < ROWS
-    assert re.search(rf"\b{unanswered} of {ROWS} rows .*abstain_below", capsys.readouterr().err)
-
-
 def test_the_quoting_of_the_training_file(predicted: Predict, model: Path, tmp_path: Path) -> None:
     """Double quotes within texts reach the model and the output."""
     trained = shutil.copytree(model, tmp_path / "trained")
@@ -214,7 +191,7 @@ def test_the_quoting_of_the_training_file(predicted: Predict, model: Path, tmp_p
     given = partial(predicted, source=tmp_path / "a.tsv", model=trained)
     lines = given("out.tsv").read_text().splitlines()
     assert [line.split("\t")[0] for line in lines] == ["text", *texts]
-    assert [row["text"] for row in rows_of(given("out.csv"))] == texts
+    assert list(rows_of(given("out.csv"))["text"]) == texts
     as_csv = given("b.tsv", "--quoting", "csv").read_text()
     assert as_csv.splitlines()[1].startswith("a good film\t")
 
@@ -222,16 +199,13 @@ def test_the_quoting_of_the_training_file(predicted: Predict, model: Path, tmp_p
 @pytest.mark.parametrize("kind", ["tsv", "json", "jsonl", "parquet", "csv.gz", "jsonl.bz2"])
 def test_every_format_is_written_in_parts(predicted: Predict, kind: str) -> None:
     whole = rows_of(predicted("whole.csv"))
-    path = predicted(f"out.{kind}")
-    assert kind != "json" or len(json.loads(path.read_text())) == len(whole)
-    frame = read.read_file(str(path), TextSettings()).rows.to_pandas()
-    for name in ("id", "text", "prediction"):
-        assert list(frame[name]) == [row[name] for row in whole]
-    chances = [row["probability_b"] for row in whole]
-    assert list(frame["probability_b"].astype(float)) == pytest.approx(chances, abs=2e-6)
+    frame = read.read_file(str(predicted(f"out.{kind}")), TextSettings()).rows.to_pandas()
+    names = ["id", "text", "prediction"]
+    pd.testing.assert_frame_equal(frame[names], whole[names], check_dtype=False)
+    chances = frame["probability_b"].astype(float)
+    assert list(chances) == pytest.approx(list(whole["probability_b"]), abs=2e-6)
     answers = predicted(f"answers.{kind}", "--probabilities", "none")
-    names = read.read_file(str(answers), TextSettings()).rows.column_names
-    assert names == ["id", "text", "prediction"]
+    assert read.read_file(str(answers), TextSettings()).rows.column_names == names
 
 
 CELLS: dict[str, list[Any]] = {
@@ -278,7 +252,8 @@ def labels_of_file(labels: Labels, columns: Any, model: Any = "none", name: Any 
     return choose_labels(str(model), table, name, labels).encode(table).tolist()
 
 
-def test_columns_are_matched_by_name() -> None:
+def test_columns_are_matched_by_name(tmp_path: Path) -> None:
+    """The label column is by default that of the training file."""
     columns = {"sport": [1, 0], "finance": [0, 0], "price": [9, 8], "taste": [1.5, 2]}
     classes = Labels(MULTI, ("finance", "sport"), ())
     outputs = Labels(REGRESSION, ("price", "taste"), ())
@@ -286,26 +261,12 @@ def test_columns_are_matched_by_name() -> None:
     assert labels_of_file(outputs, columns, name="taste,price") == [[9, 1.5], [8, 2]]
     says = ["sport, price", "finance, sport"]
     refusal(labels_of_file, classes, columns, name="sport,price", says=says)
-
-
-def test_the_label_column_of_the_training_file(tmp_path: Path) -> None:
-    """Also where this file has one with a more usual name."""
     save_columns(tmp_path, label_columns=["mood"])
-    labels = Labels(SINGLE, ("pos", "neg"), ())
-    columns: dict[str, list[Any]] = {"label": ["neg", "neg"], "mood": ["pos", "neg"]}
-    assert labels_of_file(labels, columns, tmp_path) == [0, 1]
-    assert labels_of_file(labels, columns, tmp_path, "label") == [1, 1]
-    refusal(labels_of_file, labels, {}, match="which column is the label")
-
-
-def test_the_run_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "run" / "model").mkdir(parents=True)
-    (tmp_path / "run" / "config.json").write_text(json.dumps({"settings": {"seed": 3}, "data": {}}))
-    names = {".": ["run/model", "run/model/"], "run": ["model"], "run/model": [".", "../model"]}
-    for folder, models in names.items():
-        monkeypatch.chdir(tmp_path / folder)
-        assert [training_run(model)["settings"] for model in models] == [{"seed": 3}] * len(models)
-    assert training_run("a-name-of-the-hub")["settings"] == {}
+    moods = Labels(SINGLE, ("pos", "neg"), ())
+    both: dict[str, list[Any]] = {"label": ["neg", "neg"], "mood": ["pos", "neg"]}
+    assert labels_of_file(moods, both, tmp_path) == [0, 1]
+    assert labels_of_file(moods, both, tmp_path, "label") == [1, 1]
+    refusal(labels_of_file, moods, {}, match="which column is the label")
 
 
 def test_an_evaluation_of_pairs(sharp_model: Path, tmp_path: Path, capsys: Any) -> None:
@@ -321,16 +282,17 @@ def test_an_evaluation_of_pairs(sharp_model: Path, tmp_path: Path, capsys: Any) 
 
     evaluate("--text_pair", "reply")
     assert re.search(r"\b1 of 6 rows .*\(rows 1\)", capsys.readouterr().err)
-    assert [line["id"] for line in lines_of(out / "predictions.jsonl")] == list(range(6))
     assert "· pairs.evaluation<" in (out / "report.html").read_text(encoding="utf-8")
-    (numbers,) = lines_of(out / "eval.jsonl")
+    (numbers,), lines = lines_of(out / "eval.jsonl"), lines_of(out / "predictions.jsonl")
     texts, truth = [("good film", ""), *[("bad room", "fine")] * 5], ["a", *"bbbbb"]
     expected = toolkit.evaluate(model, texts, truth, mixed_precision="no")
     assert {name: numbers[name] for name in expected} == expected
     answers = toolkit.predict(model, texts, mixed_precision="no")
-    chances = [dict(zip("ab", answer["probabilities"], strict=True)) for answer in answers]
-    losses = [-math.log(each[label]) for each, label in zip(chances, truth, strict=True)]
-    assert numbers["loss"] == pytest.approx(sum(losses) / 6, rel=1e-3)
+    chances = np.array([answer["probabilities"] for answer in answers])
+    written = np.array([line["probabilities"] for line in lines])
+    assert written == pytest.approx(chances, abs=2e-6)
+    losses = -np.log(chances[np.arange(6), [0, *[1] * 5]])
+    assert numbers["loss"] == pytest.approx(losses.mean(), rel=1e-3)
     refusal(evaluate, "--text_pair", "reply", says=["pairs.evaluation exists", "--output_dir"])
     save_columns(model, text_pair="second")
     third = ("--output_dir", str(tmp_path / "third"))

@@ -13,17 +13,15 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from safetensors.torch import load_file
-from transformers import AutoModelForMaskedLM, AutoTokenizer, BertForMaskedLM, pipeline
+from transformers import AutoModelForMaskedLM, AutoTokenizer, BertForMaskedLM
 
-from tests import inputs, matrix
+from tests import inputs
 from tests.architectures import make_architecture, make_tokenizer
 from tests.faults import refusal
 from tests.matrix import MASKED, runs
-from tests.runs import assert_same_run, lines_of, losses_of, start
+from tests.runs import assert_same_run, lines_of, losses_of
 from tests.splits import global_batches
-from tests.test_long import converted
 from toolkit.data.batches import Batch
 from toolkit.data.token_files import load_split
 from toolkit.features.pretraining import data as module
@@ -57,14 +55,10 @@ def single(name: str) -> Path:
     return masked("single", name, "--model_name_or_path", model_of(name))
 
 
-def stopped() -> Path:
-    steps = ["--max_steps", STOPPED, "--checkpoint_every", STOPPED]
-    return masked("zero3 x2", "stopped", *steps)
-
-
 @pytest.mark.multiprocess
 def test_a_run_goes_on_under_another_way() -> None:
-    saved = stopped() / "checkpoints" / f"step-{STOPPED:08d}"
+    steps = ["--max_steps", STOPPED, "--checkpoint_every", STOPPED]
+    saved = masked("zero3 x2", "stopped", *steps) / f"checkpoints/step-{STOPPED:08d}"
     resumed = masked("single", "resumed", "--per_device_batch_size", 11, "--resume", saved)
     assert_same_run(resumed, single("BERT"), after=STOPPED)
     assert np.ptp(losses_of(single("BERT"))) > 0.1
@@ -138,20 +132,9 @@ def test_the_saved_model_is_what_was_evaluated(name: str) -> None:
     assert compared["value"] == pytest.approx(last["masked_accuracy"], abs=1e-5)
 
 
-def test_pages() -> None:
-    run = runs("single")["pretraining"]
-    card = (run / "model" / "README.md").read_text(encoding="utf-8")
-    assert "pipeline_tag: fill-mask" in card
-    assert "perplexity" in card
-    assert 'href="#mistakes"' not in (run / "report.html").read_text(encoding="utf-8")
-    answers = pipeline("fill-mask", model=str(run / "model"))("a fine [MASK]")
-    assert len(answers) == 5
-
-
-@pytest.mark.multiprocess
-def test_a_sharded_checkpoint_is_converted(tmp_path: Path) -> None:
-    model = converted(stopped(), tmp_path / "out", BertForMaskedLM, STOPPED)
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+def test_the_card() -> None:
+    card = (runs("single")["pretraining"] / "model" / "README.md").read_text(encoding="utf-8")
+    assert [part for part in ("pipeline_tag: fill-mask", "perplexity") if part not in card] == []
 
 
 OTHERS = "XLM-R ERNIE DistilBERT ALBERT DeBERTa-v2 EuroBERT NomicBERT GTE Longformer".split()
@@ -179,177 +162,137 @@ def test_logits_at_masked_positions(name: str) -> None:
 
 
 def test_models_without_a_head(tiny_model: Path) -> None:
-    settings = EncoderSettings(model_name_or_path=str(tiny_model))
-    says = ["masked-language head", "--new_head true", "cls.predictions"]
-    refusal(load_masked_model, settings, 1, says=says)
-    settings = EncoderSettings(model_name_or_path=str(tiny_model), new_head=True)
-    made = [load_masked_model(settings, seed) for seed in (1, 1, 2)]
-    heads = [model.cls.predictions.transform.dense.weight for model in made]
-    assert torch.equal(heads[0], heads[1])
-    assert not torch.equal(heads[0], heads[2])
-    for model in made:
-        assert model.cls.predictions.decoder.weight is model.get_input_embeddings().weight
-    settings = EncoderSettings(model_name_or_path=str(model_of("Qwen3")))
-    refusal(load_masked_model, settings, 1, match="Qwen3")
+    def load(path: Path, seed: int = 1, **more: Any) -> Any:
+        return load_masked_model(EncoderSettings(model_name_or_path=str(path), **more), seed)
+
+    refusal(load, tiny_model, says=["masked-language head", "--new_head true", "cls.predictions"])
+    refusal(load, model_of("Qwen3"), match="Qwen3")
+    made = [load(tiny_model, seed, new_head=True) for seed in (1, 1, 2)]
+    one, same, other = (model.cls.predictions.transform.dense.weight for model in made)
+    assert (torch.equal(one, same), torch.equal(one, other)) == (True, False)
+    assert made[0].cls.predictions.decoder.weight is made[0].get_input_embeddings().weight
 
 
 def test_other_recipes_take_the_model(tmp_path: Path) -> None:
-    rows = [
-        {"text": "a film " * place, "title": "good", "label": place % 2} for place in range(1, 19)
-    ]
+    rows = [{"text": "a film " * row, "title": "good", "label": row % 2} for row in range(1, 19)]
     file = inputs.write_jsonl(tmp_path / "rows.jsonl", rows)
-    common = ["--train_file", file, "--max_steps", 1, "--report_to", "none", "--learning_rate", 1e-9,
-              "--mixed_precision", "no", "--max_length", 48]  # fmt: skip
+    common = ["--train_file", file, "--max_steps", 1, "--report_to", "none", "--learning_rate",
+              1e-9, "--mixed_precision", "no", "--max_length", 48]  # fmt: skip
     last = "encoder.layer.1.output.dense.weight"
-    for script, name in (
-        ("cls", "BERT"),
-        ("title", "BERT"),
-        ("bigbird", "BERT"),
-        ("bigbird", "BigBird"),
+    for script, name, parts in (
+        ("cls", "BERT", ["bert."]),
+        ("bigbird", "BigBird", ["bert."]),
+        ("title", "BERT", ["encoder.", "decoder.bert."]),
     ):
         words = [*common, "--model_name_or_path", single(name) / "model"]
         run = runs("single").run(f"{script} of a masked {name}", f"recipes.{script}", words)
-        weights, expected = (
-            load_file(folder / "model" / "model.safetensors") for folder in (run, single(name))
-        )
-        pairs = {f"bert.{last}": f"bert.{last}"}
+        folders = (run / "model", single(name) / "model")
+        weights, expected = (load_file(folder / "model.safetensors") for folder in folders)
+        pairs = {f"{part}{last}": f"bert.{last}" for part in parts}
         if script == "title":
-            pairs = {f"encoder.{last}": f"bert.{last}", f"decoder.bert.{last}": f"bert.{last}"}
             pairs |= {f"decoder.{each}": each for each in expected if each.startswith("cls.")}
             assert len(pairs) > 4
         for mine, pretrained in pairs.items():
             torch.testing.assert_close(weights[mine], expected[pretrained], rtol=0, atol=1e-7)
 
 
-def test_prepared_tokens_are_those_of_the_run() -> None:
-    words = matrix.words_of([*MASKED, "--model_name_or_path", model_of("RoBERTa")])
-    prepared = start(["toolkit", "prepare", "pretrain", *words]).succeeded()
-    assert "masked whole words" in prepared.out
-    facts = json.loads((single("RoBERTa") / "config.json").read_text())["data"]
-    assert facts["digest"] in prepared.out
-
-
 # Words separated by hand with bars: English and Chinese reviews, a headline, mixed text.
-ENGLISH = [
+MARKED = [
     "This| |café| |doesn|'|t| |serve| |espresso| |for| |$|3|.|50|,| |sadly|.",
     "state|-|of|-|the|-|art| |visuals|,| |extras| |and| |a| |naïve| |script|!",
-]
-CHINESE = [
     "酒店|的|服务态度|非常|好|,|房间|也|很|干净|,|下次|还|会|再|来|。",
     "京东|快递|小哥|态度|很|好",
-]
-MIXED = [
     "😀| |我|用|iPhone15|拍照|,|很|清楚|。",
     "买|了|一件|T恤|,|花|了|10|,|000|元|!",
     "南京市|长江大桥| |is| |1|,|577| |m| |long|.",
 ]
 
 
-@pytest.mark.parametrize("marked", [*ENGLISH, *CHINESE, *MIXED, "می\u200cخواهم| |بروم"])
+@pytest.mark.parametrize("marked", [*MARKED, "می\u200cخواهم| |بروم"])
 def test_words_are_those_separated_by_hand(marked: str) -> None:
     text = marked.replace("|", "")
     expected = [part for part in marked.split("|") if part.strip()]
     assert [text[start:end] for start, end in words_of(text)] == expected
 
 
-@pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Trained on the sentences; most words are several tokens."""
-    texts = [marked.replace("|", "") for marked in (*ENGLISH, *CHINESE, *MIXED)]
-    return {kind: make_tokenizer(kind, texts) for kind in ("wordpiece", "bpe", "unigram")}
-
-
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])
-@pytest.mark.parametrize("marked", [*ENGLISH, *CHINESE, *MIXED])
-def test_words_of_tokens(kind: str, marked: str, tokenizers: dict[str, Any]) -> None:
+def test_words_of_tokens(kind: str) -> None:
     """Each start is that of a word; a word has none where it shares a token with the one before it."""
-    text = marked.replace("|", "")
-    encoded = tokenizers[kind](text, return_offsets_mapping=True, add_special_tokens=False)
-    offsets = encoded["offset_mapping"]
-    starts = word_starts(text, offsets)
-    assert len(starts) == len(encoded["input_ids"])
-    found = []
-    for (first, last), is_start in zip(offsets, starts, strict=True):
-        if is_start:
-            found.append(last - len(text[first:last].lstrip()))
-    words = [first for first, _ in words_of(text)]
-    assert found == words if kind == "wordpiece" else {*found} <= {*words}
-    assert sum(starts) < len(starts) or kind != "bpe"
+    texts = [marked.replace("|", "") for marked in MARKED]
+    tokenizer = make_tokenizer(kind, texts)  # most words are several tokens
+    for text in texts:
+        encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
+        offsets, found = encoded["offset_mapping"], []
+        starts = word_starts(text, offsets)
+        for (first, last), is_start in zip(offsets, starts, strict=True):
+            if is_start:
+                found.append(last - len(text[first:last].lstrip()))
+        words = [first for first, _ in words_of(text)]
+        assert found == words if kind == "wordpiece" else {*found} <= {*words}
+        assert sum(starts) < len(starts) or kind != "bpe"
 
 
-def drawn(draw: Draw, row: int, maskable: Any, starts: Any = None) -> np.ndarray:
-    return draw_masks(draw, np.array([row]), np.array([len(maskable)]), maskable, starts)
+def drawn(draw: Draw, row: int, maskable: Any, starts: Any = None) -> list[bool]:
+    return draw_masks(draw, np.array([row]), np.array([len(maskable)]), maskable, starts).tolist()
 
 
 @pytest.mark.parametrize("longest", [3, 200])
-def test_samples_together_have_the_masks_of_each_alone(longest: int) -> None:
+@pytest.mark.parametrize(("maskable_part", "starts_part"), [(0.05, 1), (0.5, 0.3), (1, 0.8)])
+def test_samples_together_have_the_masks_of_each_alone(
+    longest: int, maskable_part: float, starts_part: float
+) -> None:
     """Only of tokens that may be masked, whole words, and of each sample at least one."""
     draw, generator = Draw(3, 2, 0.15), np.random.default_rng(longest)
-    for maskable_part, starts_part in ((0.05, None), (1, None), (0.5, 0.3), (1, 0.8)):
-        lengths = generator.integers(1, longest, 40)
-        maskable = generator.random(lengths.sum()) < maskable_part
-        starts = None
-        if starts_part is not None:
-            starts = generator.random(lengths.sum()) < starts_part
-            starts[lengths.cumsum() - lengths] = True
-        rows = generator.permutation(1000)[:40]
-        masks = draw_masks(draw, rows, lengths, maskable, starts)
-        assert not (masks & ~maskable).any()
-        ends = lengths.cumsum()
-        for row, begin, end in zip(rows.tolist(), ends - lengths, ends, strict=True):
-            part = slice(begin, end)
-            of_words = None if starts is None else starts[part]
-            alone = drawn(draw, row, maskable[part], of_words)
-            assert alone.tolist() == masks[part].tolist()
-            assert alone.any() == maskable[part].any()
-            words = np.arange(end - begin) if of_words is None else of_words.cumsum()
-            masked_words = np.isin(words, words[alone])
-            assert (masked_words & maskable[part]).tolist() == alone.tolist()
+    lengths = generator.integers(1, longest, 40)
+    maskable, starts = (
+        generator.random(lengths.sum()) < part for part in (maskable_part, starts_part)
+    )
+    ends = lengths.cumsum()
+    starts[ends - lengths] = True
+    rows = generator.permutation(1000)[:40]
+    masks = draw_masks(draw, rows, lengths, maskable, starts)
+    assert not (masks & ~maskable).any()
+    for row, begin, end in zip(rows.tolist(), ends - lengths, ends, strict=True):
+        part = slice(begin, end)
+        alone = drawn(draw, row, maskable[part], starts[part])
+        assert alone == masks[part].tolist()
+        assert any(alone) == maskable[part].any()
+        words = starts[part].cumsum()
+        masked_words = np.isin(words, words[alone])
+        assert (masked_words & maskable[part]).tolist() == alone
 
 
-def test_masks_depend_on_seed_epoch_and_row_and_are_uniform() -> None:
-    maskable = np.ones(40, bool)
-    maskable[[0, 39]] = False
+def test_masks_depend_on_seed_epoch_and_row() -> None:
     keys = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2**31 - 1, 1, 1))
+    maskable = np.ones(40, bool)
     masks = {tuple(drawn(Draw(seed, epoch, 0.25), row, maskable)) for seed, epoch, row in keys}
     assert len(masks) == 5
-    draw = Draw(7, 1, 0.25)
-    frequency = np.mean([drawn(draw, row, maskable) for row in range(4000)], axis=0)
-    assert frequency[[0, 39]].tolist() == [0, 0]
-    assert frequency[1:39] == pytest.approx(0.25, abs=0.04)
 
 
-def random_split(lengths: list[int], words: bool = False) -> MaskedSplit:
+def random_split(lengths: list[int]) -> MaskedSplit:
     generator = np.random.default_rng(4)
     ids = [np.concatenate([[2], generator.integers(5, 127, length), [3]]) for length in lengths]
     offsets = np.concatenate([[0], np.cumsum([*map(len, ids)])])
-    starts = None
-    if words:
-        starts = generator.random(offsets[-1]) < 0.5
-        starts[offsets[:-1]] = True
-    return MaskedSplit("train", Path(), np.concatenate(ids).astype(np.int32), offsets, np.array(lengths),
-                       np.arange(len(lengths)) * 3 + 7, words=starts)  # fmt: skip
+    flat, rows = np.concatenate(ids).astype(np.int32), np.arange(len(lengths)) * 3 + 7
+    return MaskedSplit("train", Path(), flat, offsets, np.array(lengths), rows)
 
 
 def collator_of(split: MaskedSplit, tokenizer: Any) -> MaskingCollator:
     return MaskingCollator(split, tokenizer, torch.device("cpu"), seed=5, probability=0.4)
 
 
-@pytest.mark.parametrize("words", [False, True])
-def test_a_batch_holds_the_original_tokens(words: bool, tokenizer: Any) -> None:
-    split = random_split([9, 0, 30, 17], words)
+def test_a_batch_holds_the_original_tokens(tokenizer: Any) -> None:
+    split = random_split([9, 0, 30, 17])
     collate = collator_of(split, tokenizer).at(epoch=1)
     batch = collate(np.arange(4))
     ids, positions = (batch.inputs[name] for name in ("input_ids", "target_positions"))
-    truth = batch.labels
-    counts = (truth != -100).sum(1).tolist()
-    assert counts == collate.loss_denominators(np.arange(4)).tolist()
-    assert counts[1] == 0
-    assert min(counts[0], counts[2], counts[3]) > 0
-    for row in range(4):
+    counts = (batch.labels != -100).sum(1)
+    assert counts.tolist() == collate.loss_denominators(np.arange(4)).tolist()
+    assert (counts > 0).tolist() == [True, False, True, True]
+    for row, truth in enumerate(batch.labels):
         original = torch.from_numpy(split.tokens(row).astype(np.int64))
-        there = positions[row][truth[row] != -100]
-        assert torch.equal(original[there], truth[row][truth[row] != -100])
+        there = positions[row][truth != -100]
+        assert torch.equal(original[there], truth[truth != -100])
         changed = (original != ids[row, : len(original)]).nonzero().flatten()
         assert {*changed.tolist()} <= {*there.tolist()}  # nothing else is replaced
     alone = collate(np.array([2]))  # equal masks in any batch
@@ -370,15 +313,6 @@ def test_eighty_ten_ten(tokenizer: Any) -> None:
     assert len(others.unique()) > 100
 
 
-def test_the_fixed_masks_of_an_evaluation(tokenizer: Any) -> None:
-    split = random_split([4000])
-    collate = collator_of(split, tokenizer)
-    assert collate.draw == module.EVALUATION_DRAW
-    labels = collate(np.arange(1)).labels
-    assert (labels != -100).sum() == pytest.approx(600, rel=0.1)
-    assert torch.equal(labels, collator_of(split, tokenizer)(np.arange(1)).labels)
-
-
 def test_texts_become_words(prepared: Any, tokenizer: Any) -> None:
     texts = ("good film", "the [MASK] 很好", "z 很好", "é", "x" * 90, "fine " * 150, "fine " * 9000)
     rows = [{"text": text} for text in texts]
@@ -392,8 +326,7 @@ def test_texts_become_words(prepared: Any, tokenizer: Any) -> None:
     assert prepared(rows, PretrainSettings, **more).train.words is None
 
 
-def test_a_tokenizer_without_a_mask_token(prepared: Any, tmp_path: Path) -> None:
-    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\ngood\n")
-    plain = transformers.BertTokenizerFast(vocab=str(tmp_path / "vocab.txt"))
+def test_a_tokenizer_without_a_mask_token(prepared: Any, tokenizer: Any) -> None:
+    plain = copy.deepcopy(tokenizer)
     plain.mask_token = None
     refusal(prepared, [{"text": "good"}] * 9, PretrainSettings, tokenizer=plain, match="mask token")

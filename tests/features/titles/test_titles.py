@@ -37,12 +37,9 @@ from toolkit.models.to_bigbird import long_model
 SEED, LONGEST, STOPPED = 42, 16, 2
 
 
-def writer() -> Path:
+@inputs.made_once()
+def writer(folder: Path) -> None:
     """An encoder-decoder, saved as by recipes/title.py, with strong cross-attention."""
-    return inputs.shared("writer", make_writer)
-
-
-def make_writer(folder: Path) -> None:
     long = long_model(PretrainedSettings(model_name_or_path=str(inputs.sharp_model())), None)
     tokenizer, generation = load_tokenizer(long), GenerationSettings(num_beams=2)
     tiny = PretrainedSettings(model_name_or_path=str(inputs.tiny_model()))
@@ -76,23 +73,16 @@ def resumed() -> Path:
     return runs("single").run("titles resumed", "recipes.title", words)
 
 
-def assert_same(run: Path, after: int = 0) -> None:
-    """As `varied()`, whose strong cross-attention makes gradient norms less exact than losses."""
+OTHERS = ["ddp x2", "zero3 x2", "ddp x3", "zero1 x2", "zero2_offload x2"]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("way", ["resumed", *slow_but(OTHERS, "ddp x2")])
+def test_titles_that_vary(way: str) -> None:
+    """Strong cross-attention makes gradient norms less exact than losses."""
+    run, after = (resumed(), STOPPED) if way == "resumed" else (varied(way), 0)
     assert losses_of(run) == pytest.approx(losses_of(varied())[after:], rel=1e-5)
     assert_same_run(run, varied(), rel=1e-4, after=after)
-
-
-@pytest.mark.multiprocess
-def test_a_run_goes_on_under_another_way() -> None:
-    assert_same(resumed(), after=STOPPED)
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "way", slow_but(["ddp x2", "zero3 x2", "ddp x3", "zero1 x2", "zero2_offload x2"], "ddp x2")
-)
-def test_titles_that_vary(way: str) -> None:
-    assert_same(varied(way))
 
 
 @pytest.mark.multiprocess
@@ -179,16 +169,8 @@ def test_a_bigbird_becomes_a_bert_decoder_with_the_same_logits(sharp_model: Path
     torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_scores_of_titles() -> None:
-    lines, last = lines_of(varied() / "predictions.jsonl"), lines_of(varied() / "eval.jsonl")[-1]
-    assert len({line["title"] for line in lines}) >= 8
-    assert last["rouge_segmenter"] == "word"
-    assert last["rouge1"] > 0.01
-    for name in ("rouge1", "rouge2", "rougeL"):
-        assert np.mean([line["scores"][name] for line in lines]) == pytest.approx(last[name])
-
-
 def test_the_saved_model_generates_the_same_titles() -> None:
+    """Whose scores are those of the evaluation."""
     folder = resumed() / "model"
     model, loading = EncoderDecoderModel.from_pretrained(folder, output_loading_info=True)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -201,7 +183,12 @@ def test_the_saved_model_generates_the_same_titles() -> None:
         # searched as generation_config.json says
         written = model.generate(text["input_ids"], attention_mask=text["attention_mask"])
         titles.append(readable(tokenizer, written[0].tolist()))
-    assert titles == [line["title"] for line in lines_of(resumed() / "predictions.jsonl")]
+    lines, last = lines_of(resumed() / "predictions.jsonl"), lines_of(resumed() / "eval.jsonl")[-1]
+    assert titles == [line["title"] for line in lines]
+    assert len(set(titles)) >= 8
+    assert (last["rouge_segmenter"], last["rouge1"] > 0.01) == ("word", True)
+    for name in ("rouge1", "rouge2", "rougeL"):
+        assert np.mean([line["scores"][name] for line in lines]) == pytest.approx(last[name])
 
 
 @pytest.mark.slow
@@ -228,21 +215,18 @@ WORDS = "华为 发布 手机 公司 今天 北京 上海 市场 价格 专家 �
 def test_chinese_titles(tmp_path: Path) -> None:
     """By a random BERT whose vocabulary has jieba's words and characters."""
     pytest.importorskip("jieba")
-    model = tmp_path / "word-bert"
     rows = [{"正文": text, "标题": title} for title, text in 2 * inputs.CHINESE]
     data = inputs.write_jsonl(tmp_path / "news.jsonl", rows)
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS.split()]
-    words += sorted({letter for row in rows for text in row.values() for letter in text})
-    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
-    tokenizer = transformers.BertTokenizerFast(
-        vocab=str(tmp_path / "vocab.txt"), model_max_length=64
-    )
-    tokenizer.save_pretrained(model)
-    BertModel(BertConfig(vocab_size=len(words), hidden_size=24, num_hidden_layers=1, num_attention_heads=2,
-                         intermediate_size=32, max_position_embeddings=64)).save_pretrained(model)  # fmt: skip
-    chinese = [*TITLES, "--model_name_or_path", model, "--train_file", data, "--validation_file", data, "--max_steps",
-               1, "--tokenizer", "jieba", "--rouge_segmenter", "char", "--max_length", 64,
-               "--no_repeat_ngram_size", 1]  # fmt: skip
+    letters = sorted({letter for row in rows for text in row.values() for letter in text})
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS.split(), *letters]
+    vocabulary = dict(zip(words, range(len(words)), strict=True))
+    transformers.BertTokenizerFast(vocab=vocabulary, model_max_length=64).save_pretrained(tmp_path)
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=len(words), max_position_embeddings=64, **sizes)
+    BertModel(config).save_pretrained(tmp_path)
+    chinese = [*TITLES, "--model_name_or_path", tmp_path, "--train_file", data, "--validation_file",
+               data, "--max_steps", 1, "--tokenizer", "jieba", "--rouge_segmenter", "char",
+               "--max_length", 64, "--no_repeat_ngram_size", 1]  # fmt: skip
     run = runs("single").run("chinese titles", "recipes.title", chinese)
     assert {line["rouge_segmenter"] for line in lines_of(run / "eval.jsonl")} == {"char"}
     lines = lines_of(run / "predictions.jsonl")
