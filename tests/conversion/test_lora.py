@@ -127,6 +127,7 @@ def test_an_adapter_of_a_language_model(names: str, tiny_model: Path, tmp_path: 
     merged = Classifier.from_pretrained(out).eval()
     assert (merged.config.num_labels, merged.config.vocab_size) == (3, len(tokenizer))
     torch.testing.assert_close(merged(**inputs).logits, live(**inputs).logits)
+    edit_json(adapter / "adapter_config.json", task_type="SEQ_CLS")
     parts = load_file(adapter / "adapter_model.safetensors")
     for name in [name for name in parts if ".classifier." in name]:
         del parts[name]

@@ -152,7 +152,7 @@ def test_a_bigbird_whose_pooler_is_unused(tmp_path: Path) -> None:
 
 def write_nan(file: Path) -> None:
     weights = load_file(file)
-    weights["bert.embeddings.word_embeddings.weight"][5] = torch.nan
+    next(iter(weights.values()))[0] = torch.nan
     save_file(weights, file, {"format": "pt"})
 
 
