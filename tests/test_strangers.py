@@ -52,7 +52,7 @@ def test_a_text_for_terminals_and_one_for_spreadsheets() -> None:
         == "好\té\n👨\u200d👩 \\u000d\\u0085\\u2066"
     )
     assert printable("a\nb \x1b[2J") == "a b [2J"
-    formulas = ["=1+1", "+cmd|' /C calc'!A0", "@SUM(1)", "-2+3", "\t=1", " =1"]
+    formulas = ["=1+1", "+cmd|' /C calc'!A0", "@SUM(1)", "-2+3", "\t=1", " =1", "＝1", "=\n1"]
     assert [without_formula(cell) for cell in formulas] == [f"'{cell}" for cell in formulas]
     texts = ["-1", "+0.5", "-", "a=b", "", None, -2.5, ["=1"]]
     assert [without_formula(cell) for cell in texts] == texts
@@ -66,6 +66,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"id2label": {str(place): f"{place // 2}" for place in range(300_000)}},
         ["several outputs"],
     ),
+    "no Unicode": ({"id2label": {"0": "a", "1": "\ud83d"}}, ["id2label", "without a name"]),
+    "a list": ({"id2label": {"0": "a", "1": ["b"]}}, ["id2label", "without a name"]),
     "a gap": ({"id2label": {"0": "a", "2": "b"}}, ["needs a name for 0 to 1"]),
     "no such type": ({"problem_type": "weird"}, ["problem_type 'weird'", "regression"]),
 }
@@ -91,7 +93,9 @@ NOTHING = {"type": "FixedLength", "length": 0}
 FOLDERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "more names than outputs": ("config.json", {"id2label": NAMES}, "other sizes"),
     "panics when loaded": ("tokenizer.json", {"normalizer": PANIC}, "cannot be loaded"),
-    "panics in use": ("tokenizer.json", {"pre_tokenizer": NOTHING}, "is damaged"),
+    "no length": ("tokenizer_config.json", {"model_max_length": "x"}, "cannot be loaded"),
+    "no columns": ("tokenizer_config.json", {"training_columns": [1]}, "training_columns"),
+    "panics in use": ("tokenizer.json", {"pre_tokenizer": NOTHING}, "cannot be loaded"),
 }
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NoReturn
 
 
@@ -47,6 +48,15 @@ class Faults(list[str]):
                 f"\n  {number}. {fault}" for number, fault in enumerate(self, 1)
             )
             raise UserError(f"{len(self)} faults:{listed}")
+
+
+@contextlib.contextmanager
+def explain_errors(what: str) -> Iterator[None]:
+    """Turns an error of a library that reads what a stranger wrote into a UserError."""
+    try:
+        yield
+    except Exception as error:
+        raise UserError(f"{what}: {printable(error, 200)}") from error
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -28,7 +28,7 @@ from toolkit.demo import PREFIX, model_path
 from toolkit.errors import UserError, first_line, is_panic, listing
 from toolkit.utils.cache import digest_of_files
 from toolkit.utils.compat import require
-from toolkit.utils.files import refuse_lfs_pointer
+from toolkit.utils.files import read_table, refuse_lfs_pointer
 from toolkit.utils.log import log_on_rank_0
 
 _CONFIG = "config.json"
@@ -74,6 +74,7 @@ def load_plain_tokenizer(name: str, **options: Any) -> Any:
     `refuse_unusable`."""
     with explain_load_errors(name) as path, quiet_transformers():
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
+        tokenizer("a")  # which may be the first to fail
     refuse_unusable(tokenizer, name)
     return tokenizer
 
@@ -94,6 +95,18 @@ def refuse_unusable(tokenizer: Any, name: str) -> None:
         )
 
 
+def refuse_foreign_tokenizer(tokenizer: Any, config: Any) -> None:
+    """Raises UserError when a token has no row in the model's embeddings."""
+    rows = getattr(encoder_config(config), "vocab_size", None)
+    added = [*tokenizer("a")["input_ids"], *tokenizer("a", "a")["input_ids"]]
+    highest = max(*tokenizer.get_vocab().values(), *added)
+    if rows and highest >= rows:
+        raise UserError(
+            f"the tokenizer has a token with id {highest} and the model {rows} rows: they are of "
+            "different models; put the model's tokenizer files into its folder"
+        )
+
+
 def refuse_random(name: str, missing: Iterable[str]) -> None:
     """Raises UserError for `missing` parameters, which would be initialised at random silently."""
     names = sorted(missing)
@@ -101,7 +114,7 @@ def refuse_random(name: str, missing: Iterable[str]) -> None:
         raise UserError(
             f"model {name}: its weights do not match its config.json "
             f"({listing(names, 3)} would be random, or lost): use the config.json that belongs to "
-            "the weights"
+            "the weights (`toolkit convert` compares all, and corrects prefixes of names)"
         )
 
 
@@ -153,7 +166,10 @@ def explain_load_errors(name: str, attention: str | None = None) -> Iterator[str
     elif not name.startswith(PREFIX):
         check_reachable(name)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs many retries
+    config = Path(name) / _CONFIG
     try:
+        if config.is_file():
+            read_table(config)
         yield model_path(name)
     except UserError:
         raise
@@ -175,6 +191,11 @@ def _load_error(name: str, attention: str | None, error: BaseException) -> str:
             f"model {name}: its weights have other sizes than its config.json says (for each name in "
             "id2label an output): use the config.json that belongs to the weights"
         )
+    if "weights_only" in str(error):  # torch advises to execute what is in the file
+        return (
+            f"model {name}: its weights are damaged, or need code, which is not executed: copy them "
+            "again, or take a model with safetensors"
+        )
     if attention and re.search("attn|attention|kernel", str(error), re.IGNORECASE):
         return f"--attn_implementation {attention} cannot be used: {reason}"
     if "backend tokenizer" in str(error):  # of a class that transformers lacks
@@ -186,7 +207,8 @@ def _load_error(name: str, attention: str | None, error: BaseException) -> str:
     weights = Path(name) / "model.safetensors"
     if weights.is_file() and re.search(r"config\.json|recognize", str(error)):
         return (
-            f"model {name} is of no class of transformers. If a recipe of yours defines its class, "
+            f"model {name} is of no class of transformers, or lacks config.json. If a recipe of "
+            "yours defines its class, "
             "predict in Python: build the model as the recipe does, then "
             f"`model.load_state_dict(safetensors.torch.load_file({str(weights)!r}))` [{reason}]"
         )

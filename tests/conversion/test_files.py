@@ -3,6 +3,7 @@ transformers; a run's own checkpoint; real checkpoints of DeepSpeed and accelera
 for bit. (Promise 4: any checkpoint, anywhere.)"""
 
 import argparse
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -150,6 +151,13 @@ def test_the_config_promises_names_and_shapes(state: State, config: Path, tmp_pa
     edit_json(own / "config.json", architectures=["MyReviews"])
     toolkit.convert(model, out, config_from=own)
     assert_equal(read_folder(out), content)
+    promise, other = json.loads((config / "config.json").read_text()), tmp_path / "other"
+    for change in ({"architectures": 5}, {"model_type": []}, {"vocab_size": "9"}, {"id2label": 1}):
+        (own / "config.json").write_text(json.dumps(promise | change))
+        refusal(toolkit.convert, model, other, config_from=own, says=["cannot build a model"])
+    for index in ({}, {"weight_map": []}, {"weight_map": {"a": 5}}):
+        (own / "model.safetensors.index.json").write_text(json.dumps(index))
+        refusal(toolkit.convert, own, other, says=["index.json is damaged"])
 
 
 def test_tied_weights_are_written_once_and_tied_again(config: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import toolkit
 from tests.conversion.test_files import bert_config, old_names, read_folder, write_run
 from tests.faults import refusal
 from tests.runs import edit_json
+from toolkit.conversion import lora
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -75,12 +76,23 @@ CHANGES: dict[str, dict[str, Any]] = {
     "pissa": {"init_lora_weights": "pissa"},
     "key.lora_A": {"target_modules": ["query", "value", "key"]},
     "value.lora_A": {"target_modules": ["query"]},
-    "lora_A": {"peft_type": "IA3"},
+    "IA3": {"peft_type": "IA3"},
+    "FUTURE": {"peft_type": "FUTURE"},
+    "merge it with peft": {"trainable_token_indices": [1]},
+    "unterminated": {"target_modules": "(("},
+    "should be a positive": {"r": 0},
+    "not done after": {"exclude_modules": "((.*)*)*x"},
 }
 
 
-def test_what_cannot_be_merged_is_refused(tiny_model: Path, base: Path, tmp_path: Path) -> None:
-    make_peft(tiny_model).save_pretrained(tmp_path / "adapter")
+def test_what_cannot_be_merged_is_refused(
+    tiny_model: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lora, "_SECONDS", 0.5)
+    adapter = tmp_path / "adapter"
+    make_peft(tiny_model).save_pretrained(adapter)
+    refusal(toolkit.convert, adapter, tmp_path / "out", says=["base model", "--base_model"])
+    refusal(toolkit.convert, adapter, tmp_path / "out", base_model=adapter, says=["is an adapter"])
     for fault, change in CHANGES.items():
         copy = shutil.copytree(tmp_path / "adapter", tmp_path / "changed", dirs_exist_ok=True)
         edit_json(copy / "adapter_config.json", **change)
@@ -91,7 +103,7 @@ def test_what_cannot_be_merged_is_refused(tiny_model: Path, base: Path, tmp_path
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("names", ["today's", "of BERT's first checkpoints"])
+@pytest.mark.parametrize("names", ["today's", "of BERT's first checkpoints, and no task"])
 def test_an_adapter_of_a_language_model(names: str, tiny_model: Path, tmp_path: Path) -> None:
     """It decides the class, the outputs and the tokens, and what its config promises must be there."""
     base, adapter, out = (tmp_path / name for name in ("base", "adapter", "out"))
@@ -106,6 +118,8 @@ def test_an_adapter_of_a_language_model(names: str, tiny_model: Path, tmp_path: 
     live = adapted(model, modules_to_save=["classifier", "word_embeddings", "LayerNorm"]).eval()
     for saved in (tokenizer, live):
         saved.save_pretrained(adapter)
+    if names != "today's":
+        edit_json(adapter / "adapter_config.json", task_type=None)
     lines = toolkit.convert(adapter, out, base_model=base)
     assert any("id2label" in line for line in lines)
     inputs = AutoTokenizer.from_pretrained(out)(["a covid film"], return_tensors="pt")
@@ -113,12 +127,17 @@ def test_an_adapter_of_a_language_model(names: str, tiny_model: Path, tmp_path: 
     merged = Classifier.from_pretrained(out).eval()
     assert (merged.config.num_labels, merged.config.vocab_size) == (3, len(tokenizer))
     torch.testing.assert_close(merged(**inputs).logits, live(**inputs).logits)
+    edit_json(adapter / "adapter_config.json", task_type="SEQ_CLS")
     parts = load_file(adapter / "adapter_model.safetensors")
     for name in [name for name in parts if ".classifier." in name]:
         del parts[name]
     save_file(parts, adapter / "adapter_model.safetensors", {"format": "pt"})
     says = ["classifier.weight", "modules_to_save"]
     refusal(toolkit.convert, adapter, tmp_path / "other", base_model=base, says=says)
+    adapted(Classifier.from_pretrained(base)).save_pretrained(adapter)
+    says = ["a token with id", "rows"]
+    refusal(toolkit.convert, adapter, tmp_path / "other", base_model=base, says=says)
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_config_of_another_task_gives_way(tiny_model: Path, tmp_path: Path) -> None:

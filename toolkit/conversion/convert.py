@@ -13,6 +13,7 @@ from toolkit.conversion.model_class import CONFIG, ModelClass, model_class
 from toolkit.conversion.open import open_checkpoint
 from toolkit.conversion.stored import Checkpoint, Stored
 from toolkit.errors import UserError
+from toolkit.pretrained import load_plain_tokenizer, refuse_foreign_tokenizer
 from toolkit.utils.files import explain_write_errors, replace_folder
 
 
@@ -41,6 +42,8 @@ def convert(checkpoint: Path, out: Path, settings: ConvertSettings) -> list[str]
     base = None
     if settings.base_model is not None:
         base = open_checkpoint(settings.base_model)
+        if lora.is_adapted(base):
+            raise UserError(f"--base_model {base.path} is an adapter: merge it first")
     own = (opened.model_folder, opened.path, opened.path.parent)
     adapter = None
     if lora.is_adapted(opened):
@@ -71,11 +74,17 @@ def convert(checkpoint: Path, out: Path, settings: ConvertSettings) -> list[str]
                 )
             write.copy_files(source, draft, is_own=folder == opened.path)
             write.write_config(folder / CONFIG, draft / CONFIG, dtype, model)
+            if model is not None and source != folder:
+                tokenizer = load_plain_tokenizer(str(source))
+                refuse_foreign_tokenizer(tokenizer, model.model.config)
     lines = [line]
-    if adapter is not None and model is not None and model.has_unnamed_classes():
+    if adapter is None and (opened.path / lora.ADAPTER_CONFIG).is_file():
+        lines.append(f"the adapter beside the weights in {opened.path} is not merged")
+    is_classifier = model is not None and model.classifies()
+    if adapter is not None and is_classifier and folder == settings.base_model:
         lines.append(
-            "no file names the classes, or says whether several can hold for a text: write id2label "
-            f"and problem_type into {out / CONFIG}"
+            "no file of the adapter names its classes, or says whether several can hold for a text: "
+            f"write id2label and problem_type into {out / CONFIG}"
         )
     step = f" from step {opened.step}" if opened.step is not None else ""
     return [*lines, f"wrote {out}{step}: {size} of {settings.dtype}"]
@@ -97,13 +106,16 @@ def _promised_class(
     model = None
     line = f"weights only: {opened.path} has no config; pass a folder with one as --config_from"
     if folder is not None:
-        task = getattr(adapter, "task_type", None)
-        model = model_class(folder / CONFIG, lora.without_lora(opened), task)
+        model = model_class(folder / CONFIG, lora.without_lora(opened), adapter)
         line = f"not compared with {folder / CONFIG}: its class is not in transformers"
     if model is not None:
         line = f"the names and shapes are those of {model.promise}"
     elif adapter is not None or opened.base_model:
-        raise UserError(f"{line}, and {opened.path} has only a part of the weights")
+        name = opened.base_model or adapter.base_model_name_or_path
+        raise UserError(
+            f"{opened.path} has only a part of the weights: pass the folder of its base model "
+            f"({name}), with a config of a class of transformers, as --base_model"
+        )
     return model, line
 
 
@@ -120,5 +132,8 @@ def _model_tensors(
     where = str(opened.path)
     if opened.base_model:
         where += f" (without what was frozen in {opened.base_model})"
-    model.check(tensors, where)
+    remedy = "if they were frozen, pass the base model as --base_model"
+    if base is not None:
+        remedy = f"--base_model {base.path} lacks them, too"
+    model.check(tensors, where, remedy)
     return tensors

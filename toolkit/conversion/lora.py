@@ -23,18 +23,23 @@ import torch
 
 from toolkit.conversion.model_class import ModelClass
 from toolkit.conversion.stored import Checkpoint, Stored
-from toolkit.errors import UserError, listing
+from toolkit.errors import UserError, explain_errors, listing
+from toolkit.utils.files import read_table
+from toolkit.utils.timeouts import interrupt_after
 
 ADAPTER_CONFIG = "adapter_config.json"
+_FAULT = f"peft cannot use its {ADAPTER_CONFIG}"
 PREFIX = "base_model.model."
 _TRAINED_HEAD = ".modules_to_save.default."
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of `init_lora_weights` that change the base model's weights too."""
+_SECONDS = 30.0  # to match the names of layers with a config's patterns
 
 
 def is_adapted(checkpoint: Checkpoint) -> bool:
     """Whether it has an adapter of peft, of whatever kind."""
-    return any(".lora_" in name or name.startswith(PREFIX) for name in checkpoint.tensors)
+    names = r"\.lora_|^base_model\.model\.|^prompt_embeddings$"
+    return any(re.search(names, name) for name in checkpoint.tensors)
 
 
 def _saved_name(name: str) -> str:
@@ -64,12 +69,22 @@ def read_config(checkpoint: Checkpoint, folder: Path | None) -> Any:
     if folder is None:
         remedy = "pass the folder that has it as --config_from"
         raise UserError(f"{checkpoint.path} has no {ADAPTER_CONFIG}: {remedy}")
-    config: Any = peft.PeftConfig.from_pretrained(str(folder))
-    start = str(getattr(config, "init_lora_weights", "")).lower()
-    if start.startswith(_CHANGES_BASE):
+    path = folder / ADAPTER_CONFIG
+    settings = read_table(path)
+    kind = settings.get("peft_type")
+    if kind != "LORA":
         raise UserError(
-            f"{folder}: {start} changes the base model's weights: merge it with peft"
+            f"{path}: peft_type {kind}: only LoRA is merged here, others by peft"
         )
+    start = str(settings.get("init_lora_weights")).lower()
+    if start.startswith(_CHANGES_BASE) or settings.get("trainable_token_indices"):
+        what = f"trainable_token_indices, or init_lora_weights {start}"
+        raise UserError(
+            f"{path}: {what}, changes the base model's weights: merge it with peft"
+        )
+    with explain_errors(f"{folder}: {_FAULT}"):
+        config: Any = peft.PeftConfig.from_pretrained(str(folder))
+        config.modules_to_save = list(config.modules_to_save or ())
     config.init_lora_weights = False  # nothing to compute on the meta device
     return config
 
@@ -77,9 +92,8 @@ def read_config(checkpoint: Checkpoint, folder: Path | None) -> Any:
 def refuse_without_head(checkpoint: Checkpoint, config: Any, model: ModelClass) -> None:
     """Raises UserError if the checkpoint lacks a module that its config says was trained whole."""
     saved = model.fit(without_lora(checkpoint))
-    modules = config.modules_to_save or ()
     for name in model.shapes:
-        is_promised = any(f".{module}." in f".{name}" for module in modules)
+        is_promised = any(f".{part}." in f".{name}" for part in config.modules_to_save)
         if is_promised and name not in saved:
             promise = f"{ADAPTER_CONFIG} says that it was trained (modules_to_save)"
             raise UserError(
@@ -101,7 +115,10 @@ def merged_layers(
             added[_saved_name(name).removeprefix(PREFIX)] = tensor
     available = {**weights, **added}
     merged: dict[str, Stored] = {}
-    for path, layer in _lora_layers(config, model).items():
+    fault = f"{checkpoint.path}: {_FAULT}"
+    with explain_errors(fault), interrupt_after(_SECONDS):
+        layers = _lora_layers(config, model)
+    for path, layer in layers.items():
         state: dict[str, Stored] = {}
         for name, parameter in layer.named_parameters():
             saved_name = _saved_name(f"{path}.{name}".replace(".base_layer.", "."))

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from toolkit.conversion.stored import Checkpoint, Stored
-from toolkit.errors import Faults, UserError, first_line, listing
+from toolkit.errors import Faults, explain_errors, listing
 from toolkit.utils.files import read_table
 
 CONFIG = "config.json"
+_FAULT = "transformers cannot build a model of it"
 # peft's name of a task -> transformers' table of classes
 _TASKS = {
     "SEQ_CLS": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
@@ -27,34 +28,43 @@ _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNor
 
 
 def model_class(
-    path: Path, checkpoint: Checkpoint, task: str | None = None
+    path: Path, checkpoint: Checkpoint, adapter: Any = None
 ) -> ModelClass | None:
     """The class of a config; None if it is not of transformers.
 
-    `task`: of an adapter's config, such as SEQ_CLS. The class is this task's then, with as many
-    outputs and tokens as the adapter has. Without one, where the config's class (that of the base
-    model, say) lacks names that the checkpoint has, it is the class of a task that has all of them.
+    `adapter`: peft's config of one. The class is the one of its task then, with as many outputs and
+    tokens as the checkpoint has. Without a task, where the config's class (that of the base model,
+    say) lacks names that the checkpoint has, it is the class of a task that has all of them.
 
     Raises UserError for a config that transformers cannot build."""
     import transformers
 
     settings = read_table(path)
-    kind = getattr(transformers, (settings.get("architectures") or [""])[0], None)
-    if kind is None or settings.get("model_type") not in transformers.CONFIG_MAPPING:
-        return None
-    config = transformers.CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
+    kind = None
+    with explain_errors(f"{path}: {_FAULT}"):
+        known = settings.get("model_type") in transformers.CONFIG_MAPPING
+        if known and settings.get("architectures"):
+            kind = getattr(transformers, settings["architectures"][0], None)
+        if kind is None:
+            return None
+        config = transformers.CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
+    task = getattr(adapter, "task_type", None)
     if task in _TASKS:
         kind = _class_of_task(config, _TASKS[task]) or kind
-        return _resized(_build(kind, config, path), checkpoint)
     model = _build(kind, config, path)
-    if not model.unknown(checkpoint):
-        return model
+    if task not in _TASKS and model.unknown(checkpoint):
+        model = _class_with_all(checkpoint, config, path) or model
+    return _resized(model, checkpoint) if adapter else model
+
+
+def _class_with_all(checkpoint: Checkpoint, config: Any, path: Path) -> ModelClass | None:
+    """The class of a task that has all names of a checkpoint; None if none has."""
     for table in _TASKS.values():
         kind = _class_of_task(config, table)
-        other = kind and _build(kind, config, path)
-        if other and not other.unknown(checkpoint):
-            return other
-    return model
+        model = kind and _build(kind, config, path)
+        if model and not model.unknown(checkpoint):
+            return model
+    return None
 
 
 def _class_of_task(config: Any, table: str) -> Any:
@@ -65,12 +75,8 @@ def _class_of_task(config: Any, table: str) -> Any:
 
 
 def _build(kind: Any, config: Any, path: Path) -> ModelClass:
-    try:
-        with torch.device("meta"):
-            return ModelClass(kind(config), path)
-    except Exception as error:
-        fault = f"{kind.__name__} cannot be built from it: {first_line(error)}"
-        raise UserError(f"{path}: {fault}") from error
+    with explain_errors(f"{path}: {_FAULT}"), torch.device("meta"):
+        return ModelClass(kind(config), path)
 
 
 def _resized(model: ModelClass, checkpoint: Checkpoint) -> ModelClass:
@@ -116,11 +122,8 @@ class ModelClass:
             changes["id2label"], changes["label2id"] = built.id2label, built.label2id
         return changes
 
-    def has_unnamed_classes(self) -> bool:
-        """Whether it classifies, and its classes have transformers' names, LABEL_0, ..."""
-        names = self.model.config.id2label.values()
-        classifies = "Classification" in type(self.model).__name__
-        return classifies and all(str(name).startswith("LABEL_") for name in names)
+    def classifies(self) -> bool:
+        return "Classification" in type(self.model).__name__
 
     def lacks(self, tensors: Collection[str]) -> list[str]:
         """The tensors that are there under none of their names."""
@@ -171,13 +174,13 @@ class ModelClass:
                     del tensors[name]
         return tensors
 
-    def check(self, tensors: Mapping[str, Stored], where: str) -> None:
-        """Raises UserError naming all tensors that are missing, unknown or of another shape."""
+    def check(self, tensors: Mapping[str, Stored], where: str, remedy: str) -> None:
+        """Raises UserError naming all tensors that are missing, unknown or of another shape.
+        `remedy`: for those that are missing."""
         faults = Faults()
         lacks = self.lacks(tensors)
         unknown = [name for name in tensors if name not in self.shapes]
         if lacks:
-            remedy = "if they were frozen, pass the base model as --base_model"
             faults.add(
                 f"{where} lacks {listing(lacks, 5)}, which {self.promise} has: {remedy}"
             )

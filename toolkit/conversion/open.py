@@ -15,7 +15,7 @@ from toolkit.checkpoint.safetensors_writer import DTYPES_BY_NAME
 from toolkit.conversion.deepspeed import find_tag_folder, is_tag_folder, open_deepspeed
 from toolkit.conversion.stored import Check, Checkpoint, Stored
 from toolkit.conversion.torch_files import open_torch_file
-from toolkit.errors import UserError, listing
+from toolkit.errors import UserError, explain_errors, listing
 from toolkit.utils.files import read_table, refuse_lfs_pointer
 
 STATE = "state.json"
@@ -139,10 +139,13 @@ def _open_model(folder: Path, name: str) -> Checkpoint:
         raise UserError(f"{folder} has several models (also {second.name}): name a file")
     if (folder / name).is_file():
         return replace(_open_state(folder / name), path=folder)
-    weight_map = read_table(folder / f"{name}.index.json")["weight_map"]
+    index = folder / f"{name}.index.json"
+    with explain_errors(f"{index} is damaged"):
+        weight_map = read_table(index)["weight_map"]
+        files = sorted({Path(file).name for file in weight_map.values()})
     tensors: dict[str, Stored] = {}
     checks: list[Check] = []
-    for file in sorted(set(weight_map.values())):
+    for file in files:
         state = _open_state(folder / file)
         tensors |= state.tensors
         checks += state.checks

@@ -69,9 +69,9 @@ class Checkpoint:
             if name.startswith(prefix):
                 names[name] = _WRAPPERS.sub("", name.removeprefix(prefix))
         if not names:
-            choices = listing(self.tensors, 3)
+            choices = listing(self.tensors, 3) or "none"
             raise UserError(
-                f"{self.path} has no tensors under --prefix {prefix}; it has {choices}"
+                f"{self.path} has no tensors of names {prefix}*; it has {choices}"
             )
         return self.renamed(names)
 

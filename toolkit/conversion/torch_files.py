@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from toolkit.conversion.stored import Checkpoint, Stored, model_states
-from toolkit.errors import UserError, first_line
+from toolkit.errors import UserError
 from toolkit.utils.files import refuse_lfs_pointer
 
 
@@ -83,7 +83,7 @@ def load(path: Path) -> Any:
 def _fault(error: Exception) -> str:
     _, is_global, rest = str(error).partition("GLOBAL ")
     if not is_global:
-        return f"missing, damaged, or not a file of torch.save ({first_line(error)}): copy it again"
+        return "missing, damaged, or not a file of torch.save: copy it again"
     return (
         f"it needs {rest.split()[0]}, which no weights need: nothing was executed. If you trust "
         "the file, load it yourself and save the weights alone: torch.save(model.state_dict(), …)"

@@ -50,4 +50,4 @@ def write_config(
     config["dtype"] = str(dtype).removeprefix("torch.")
     if model is not None:
         config |= model.changes_of(config)
-    write_new(path, json.dumps(config, ensure_ascii=False, indent=2) + "\n")
+    write_new(path, json.dumps(config, indent=2) + "\n")

@@ -29,12 +29,12 @@ from toolkit.data.tokenizer import (
     fingerprint,
     has_token_types,
     head_tokens_of,
-    refuse_foreign_tokenizer,
     separator_of,
     set_truncation,
 )
 from toolkit.data.tokens import Split
 from toolkit.data.unknown import unknown_notes
+from toolkit.pretrained import refuse_foreign_tokenizer
 from toolkit.utils.cache import cached_folder, digest_of_text
 from toolkit.utils.features import features
 

@@ -111,18 +111,6 @@ def fingerprint(tokenizer: Any) -> str:
     ]
 
 
-def refuse_foreign_tokenizer(tokenizer: Any, config: Any) -> None:
-    """Raises UserError when a token has no row in the model's embeddings."""
-    rows = getattr(pretrained.encoder_config(config), "vocab_size", None)
-    added = [*tokenizer("a")["input_ids"], *tokenizer("a", "a")["input_ids"]]
-    highest = max(*tokenizer.get_vocab().values(), *added)
-    if rows and highest >= rows:
-        raise UserError(
-            f"the tokenizer has a token with id {highest} and the model {rows} rows: they are of "
-            "different models; put the model's tokenizer files into its folder"
-        )
-
-
 def has_token_types(config: Any) -> bool:
     """Whether the model has a token type for each text of a pair; else only the separator
     distinguishes them."""

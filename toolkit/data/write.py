@@ -15,7 +15,7 @@ from toolkit.data.label_cells import to_float
 from toolkit.data.text_files import DELIMITERS, OPENERS, format_of
 from toolkit.errors import UserError
 
-_FORMULA = re.compile(r"\s*[=+@-].")
+_FORMULA = re.compile(r"\s*[=+@＝＋＠－-].", re.DOTALL)
 
 
 def write_rows(

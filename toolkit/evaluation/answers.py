@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -158,9 +159,12 @@ def labels_of(config: Any) -> Labels:
         raise UserError(
             f"{where} has {has}, and needs a name for 0 to {config.num_labels - 1}"
         )
-    names = tuple(str(config.id2label[index]) for index in range(config.num_labels))
-    if not all(map(str.strip, names)) or "None" in names:
-        raise UserError(f"{where} has an output without a name: name each")
+    values = [config.id2label[index] for index in range(config.num_labels)]
+    names = tuple(map(str, values))
+    are_names = all(isinstance(value, str | int | float) for value in values)
+    are_unicode = not re.search("[\ud800-\udfff]", "".join(names))
+    if not are_names or not are_unicode or not all(map(str.strip, names)):
+        raise UserError(f"{where} has an output without a name in Unicode: name each")
     if len(set(names)) < len(names):  # metrics would count both as the last of them
         [(repeated, _)] = Counter(names).most_common(1)
         raise UserError(f"{where} names several outputs {repeated!r}: rename them")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from pydantic import TypeAdapter
 from transformers.utils import cached_file
 
 from toolkit.config import ModelSettings, TextSettings
@@ -26,44 +26,47 @@ from toolkit.data.token_files import split_of_texts
 from toolkit.data.tokenizer import (
     choose_max_length,
     load_tokenizer,
-    refuse_foreign_tokenizer,
     separator_of,
 )
 from toolkit.data.tokens import Split
-from toolkit.errors import UserError
+from toolkit.errors import UserError, explain_errors
 from toolkit.evaluation.answers import Answers, answers_for
 from toolkit.evaluation.outputs import BatchSizes
 from toolkit.launch.precision import autocast
-from toolkit.pretrained import load_config
+from toolkit.pretrained import load_config, refuse_foreign_tokenizer
 from toolkit.utils.cache import digest_of_text
-from toolkit.utils.files import cache_folder
+from toolkit.utils.files import cache_folder, read_table
 from toolkit.utils.log import log_on_rank_0
 
+_COLUMNS = TypeAdapter(dict[str, str | list[str] | None])
 COLUMNS = "training_columns"
 """The key in tokenizer_config.json, which transformers saves and does not interpret: the columns of
 the training file. A copied, converted or exported model has them, too."""
 
 
 def training_run(name: str) -> dict[str, Any]:
-    """config.json of the run in whose folder this model is; its `settings`, `data` and `launch` are
-    empty if there is none."""
-    with contextlib.suppress(OSError, ValueError):
+    """`settings` and `data` of the run in whose folder this model is; empty if there is none."""
+    run = {}
+    with contextlib.suppress(OSError, UserError):
         # strict: a hub name must not count as a folder next to some run's config.json
-        file = Path(name).resolve(strict=True).parent / "config.json"
-        run = json.loads(file.read_text(encoding="utf-8"))
-        if "settings" in run and "data" in run:
-            return dict(run)
-    return {"settings": {}, "data": {}, "launch": {}}
+        run = read_table(Path(name).resolve(strict=True).parent / "config.json")
+    sections = {key: run.get(key) for key in ("settings", "data")}
+    if all(isinstance(each, dict) for each in sections.values()):
+        return sections
+    return {"settings": {}, "data": {}}
 
 
 def training_columns(name: str) -> dict[str, Any]:
     """`text_column`, `text_pair`, `label_columns` and how their cells are read, in the file that
-    the model was trained on; {} if it was not trained by a recipe."""
+    the model was trained on; {} if it was not trained by a recipe. Raises UserError for values of
+    other types."""
+    file = None
     with contextlib.suppress(OSError, ValueError):
         file = cached_file(name, "tokenizer_config.json", local_files_only=True)
-        config = json.loads(Path(str(file)).read_text(encoding="utf-8"))
-        return dict(config.get(COLUMNS, {}))
-    return {}
+    if file is None:
+        return {}
+    with explain_errors(f"{file}, {COLUMNS}"):
+        return _COLUMNS.validate_python(read_table(Path(file)).get(COLUMNS, {}))
 
 
 def fitting_settings(name: str, file: str, text_column: str | None) -> dict[str, Any]:
@@ -79,11 +82,8 @@ def fitting_settings(name: str, file: str, text_column: str | None) -> dict[str,
     fitting = {each: trained[each] for each in REMEMBERED if each in trained}
     if "encoding" in fitting and not undecodable_lines(path, "utf-8")[1]:
         del fitting["encoding"]
-    try:
+    with explain_errors(f"{name}/tokenizer_config.json, {COLUMNS}"):
         settings = TextSettings(**fitting)
-    except ValueError as error:
-        where = f"{name}/tokenizer_config.json, {COLUMNS}"
-        raise UserError(f"{where}: {' '.join(str(error).split())}") from error
     header = "".join(first_lines(path, settings, 1))
     delimiter = delimiter_of(path, settings)
     is_text = False

@@ -71,7 +71,8 @@ def run(main: Callable[[], None], relaunches: bool = True) -> None:
     Exit codes: 0 done, 1 failed, 128 + N stopped by signal N. Without `relaunches` the launch
     options are left to `main`.
     """
-    # a terminal's encoding must not end finished work
+    # neither a closed output nor a terminal's encoding must end finished work
+    sys.stdout = sys.stdout or io.StringIO()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

@@ -4,7 +4,6 @@ every process."""
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -177,11 +176,15 @@ def from_pretrained(
             adapter_kwargs=_NOWHERE,
             **options,
         )
-    layers = getattr(config.get_text_config(), "num_hidden_layers", None) or math.inf
-    dropped = {key: _LAYER.search(key) for key in loading["unexpected_keys"]}
-    refuse_random(
-        name, (key for key, layer in dropped.items() if layer and int(layer[1]) >= layers)
-    )
+    for key, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            raise UserError(f"model {name}: {key} has NaN or infinity: copy it again")
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if layers is not None:
+        found = {key: _LAYER.search(key) for key in loading["unexpected_keys"]}
+        refuse_random(
+            name, (key for key, at in found.items() if at and int(at[1]) >= layers)
+        )
     return model, loading
 
 
@@ -239,6 +242,8 @@ def load_saved_classifier(settings: ModelSettings) -> Any:
     name = str(settings.model_name_or_path)
     config = load_config(settings)
     model, loading = from_pretrained(AutoModelForSequenceClassification, name, config)
+    prefix = f"{model.base_model_prefix}."
+    refuse_random(name, (key for key in loading["missing_keys"] if key.startswith(prefix)))
     if loading["missing_keys"]:
         remedy = _other_head(loading) or (
             "Fine-tune it first, pass a run's model folder, or load it with the class of the recipe "

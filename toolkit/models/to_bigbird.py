@@ -34,6 +34,7 @@ from toolkit.pretrained import (
     load_config,
     load_plain_tokenizer,
     model_digest,
+    refuse_foreign_tokenizer,
     refuse_random,
 )
 from toolkit.utils.cache import cached_folder, digest_of_text
@@ -130,6 +131,7 @@ def _write_bigbird(name: str, bert_config: Any, folder: Path, sizes: SparseSizes
     """Fills an empty folder. Returns a description of the heads. Raises UserError for a source that
     cannot be loaded or converted."""
     tokenizer = load_plain_tokenizer(name)
+    refuse_foreign_tokenizer(tokenizer, bert_config)
     bert, weights, unused = _load_bert(name, bert_config)
     has_mlm = f"{_MLM}transform.dense.weight" in weights
     family = BigBirdForMaskedLM if has_mlm else BigBirdModel
