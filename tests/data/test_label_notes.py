@@ -104,7 +104,7 @@ def test_columns_that_are_as_likely_a_label_or_a_text(prepared: Any) -> None:
 
 def test_a_column_of_objects_is_not_offered(prepared: Any) -> None:
     rows = [{"text": "a", "meta": {"a": 1}}, {"text": "b", "meta": {"a": 2}}]
-    refusal(prepared, rows, match="which column is the label.*meta holds objects")
+    refusal(prepared, rows, match="which column is the label.*meta holds lists or objects")
     rows = [row | {"y": 1} for row in rows]
     refusal(prepared, rows, match="name one of y with --label_column")
     rows = [{"tokens": ["a"], "label": label} for label in "xy"]

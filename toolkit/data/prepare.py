@@ -41,7 +41,7 @@ from toolkit.utils.features import features
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-_LAYOUT = 7  # increase when the content of a prepared folder changes
+_LAYOUT = 8  # increase when the content of a prepared folder changes
 _SETTINGS = ("text_column", "text_pair", "drop_empty_text", "validation_split",
              "max_train_samples", "max_eval_samples")  # fmt: skip
 """The settings that prepared data depend on, besides those of their targets."""

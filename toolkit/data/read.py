@@ -36,7 +36,7 @@ from toolkit.utils.files import cache_folder
 if TYPE_CHECKING:  # a process whose tokens are cached does not import it
     import pyarrow
 
-_LAYOUT = 7  # increase when the files in a cached folder of rows change
+_LAYOUT = 8  # increase when the files in a cached folder of rows change
 _BATCH_BLOCKS = 4
 """Blocks of rows that are one batch in the cache."""
 _FILE_SETTINGS = ("encoding", "encoding_errors", "delimiter", "quoting", "sample_by",
