@@ -12,7 +12,7 @@ from sklearn.utils.class_weight import compute_class_weight
 from tests.faults import refusal
 from tests.splits import of_lengths
 from toolkit.config import ObjectiveSettings
-from toolkit.data.balance import weigh_classes
+from toolkit.data.balance import _weights_by_name, weigh_classes
 from toolkit.data.batches import epoch_order
 from toolkit.data.labels import MULTI, REGRESSION, SINGLE, Labels
 from toolkit.data.prepare import Data
@@ -52,6 +52,9 @@ def test_weights_of_classes() -> None:
     train = weighed(CLASSES, class_weights="rare=7.5, some = 0.5").train
     weights = [train.weights[train.labels == place][0] for place in (0, 1, 3)]
     assert weights == [1, 7.5, 0.5]
+    for text in ("a,b=2, c=0.5", "c=0.5,a,b=2"):
+        assert _weights_by_name("class_weights", text, ("a,b", "b", "c")).tolist() == [2, 1, 0.5]
+    refusal(_weights_by_name, "class_weights", "b=2,c", ("b", "c"), says=["no class ''"])
     for wrong in ("rare=0", "rare=nan", "rare=x"):
         refusal(weighed, CLASSES, class_weights=wrong, match="a number above 0")
     refusal(weighed, CLASSES, class_weights="even", match="there is no class ''")

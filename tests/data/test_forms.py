@@ -1,6 +1,7 @@
 """Files as people bring them: each form is read, or an error names the form and the shortest way;
 a model reads a file as its training file was read. toolkit/data/text_files.py, read.py."""
 
+import gzip
 import json
 import re
 from argparse import Namespace
@@ -12,7 +13,7 @@ import pytest
 from tests.faults import refusal
 from tests.report.made import save_columns
 from toolkit.config import TextSettings
-from toolkit.data.columns import require_columns
+from toolkit.data.columns import header_notes, require_columns
 from toolkit.data.options import reading_settings, remembered_settings
 from toolkit.data.read import read_file, read_hub, replacement_notes
 from toolkit.evaluation.saved_model import fitting_settings
@@ -94,7 +95,14 @@ def test_a_folder_for_each_class(tmp_path: Path) -> None:
         ("a.csv", LINES, {}, "holds JSON: name it .json"),
         ("a.txt", json.dumps(ROWS), {"delimiter": "tab"}, "holds JSON.*leave out --delimiter"),
         ("a.txt", "__label__x a b\n", {"delimiter": " ", **BOTH}, "fastText's: name it .txt"),
-        ("a.txt", "a\n", BOTH, "line 1: 1 cells where --column_names has 2"),
+        ("a.txt", "a\n", BOTH, "1 cells where --column_names has 2: pass --column_names with 1 names"),
+        ("a.tsv", "Label\tText\n1\ta\n", BOTH, "first line is a header, .* leave out --column_names"),
+        ("a.csv", "sep=;\ntext;label\na;1\n", {"delimiter": ";"}, "Excel's note.*remove that line"),
+        ("a.csv", gzip.compress(b"text"), {}, "add .gz to its name"),
+        ("a.csv", b"PAR1\xff", {}, "Parquet file: name it .parquet"),
+        ("a.txt", "{'text': 'a'}\n{'text': 'b'}\n", {}, "line 1: not JSON"),
+        ("a.jsonl", '["a", 1]\n["b", 2]\n', {}, "row 1: .*is no object with named fields"),
+        ("a.json", json.dumps({"v": 1, "data": {"train": ROWS}}), {}, "a file for each list"),
         ("a.csv", "t,y\na,1\nb;2\n", {}, "line 3: 1 cells where the header has 2: put cells"),
         ("a.json", json.dumps({"train": ROWS, "test": ROWS}), {}, "a file for each list of rows"),
         ("a.json", '{"text": {"0": "a"}, "y": {"0": 1}}', {}, "orient=.records"),
@@ -112,6 +120,7 @@ def test_an_error_names_the_form(
     [
         ("a.csv", "2.5\n3.5\n", "if the first line is a row, pass --column_names"),
         ("a.txt", "a::1\nb::2\n", "pass --delimiter '::'"),
+        ("a.txt", "a -> 1, 2\nb -> 2\n", "pass --delimiter '->'"),
         ("a.txt", "a\nb\n", ""),
         ("a.jsonl", LINES, ""),
     ],
@@ -123,6 +132,8 @@ def test_advice_for_a_column_that_is_unclear(
     table = read_file(str(tmp_path / name), TextSettings())
     fault = refusal(require_columns, table, None, "other", ("other",))
     assert fault.endswith(advice or "with --other")
+    notes = header_notes(table, table.rows.column_names[0])
+    assert "".join(notes)[-10:] == (advice[-10:] if name == "a.csv" else "")
 
 
 def test_bad_bytes_are_replaced_when_asked(tmp_path: Path) -> None:
@@ -149,6 +160,7 @@ TRAINED = TextSettings(
         ("a.txt", "很\t1\n".encode("gb18030"), {"encoding", "delimiter", "column_names"}),
         ("a.txt", "很\t1\n".encode(), {"delimiter", "column_names"}),
         ("a.txt", b"y\ttext\n1\tb\n", {"delimiter"}),  # a header
+        ("a.txt", b"y\tSentence\n1\tb\n", {"delimiter"}),
         ("a.txt", b"a text a line\n", set()),
         ("a.csv", b"a\t1\n", set()),
     ],

@@ -38,32 +38,46 @@ def notes_on(prepared: Any) -> Notes:
     return notes
 
 
-@pytest.mark.parametrize("separator", list(",，、/+#;；| "))
+@pytest.mark.parametrize("separator", [*",，、/+#;；| \\-", "||"])
 def test_classes_that_are_joins_of_few_names(notes_on: Notes, separator: str) -> None:
     cells = [separator.join(names) for names in JOINED] * 3
-    advice = f"14 classes are joins of 4 names.* --label_separator {separator!r}"
+    advice = f"14 classes are joins of 4 names.* --label_separator '{separator}'"
     assert advice.partition(".*")[0] in notes_on(cells)
     assert advice.partition(".*")[2] in notes_on(cells)
     assert "joins" not in notes_on(cells, label_separator=separator)
 
 
 @pytest.mark.parametrize(
-    "cells", [["card lost", "card arrival", "refund", "top up"], ["0 0 1", "0 1 0", "1 0 0"]]
+    "cells",
+    [
+        ["card lost", "card arrival", "refund", "top up"],
+        ["0 0 1", "0 1 0", "1 0 0"],
+        ["very good", "good", "fine", "bad", "very bad"],
+    ],
 )
 def test_classes_that_are_no_joins(notes_on: Notes, cells: list[str]) -> None:
     """The separator of the second would not read them: `0` is there twice."""
     assert "joins" not in notes_on(cells * 3)
 
 
-@pytest.mark.parametrize("name", "- -- ? UNKNOWN unk nan None N/A null 无 未知 不详 -100".split())
+@pytest.mark.parametrize(
+    "name", "- -- ? UNKNOWN nan None N/A <NA> no_label 无 未知 待标注 暂无 -100".split()
+)
 def test_classes_that_may_be_no_label(notes_on: Notes, name: str) -> None:
     assert f"if class {name!r} means that a row has no label" in notes_on(["a", "b", name] * 2)
 
 
 def test_ordinary_classes_are_not_asked_about(notes_on: Notes) -> None:
-    ordinary = ["-1", "0", "1", "neutral", "无聊", "a-b", "nano"]
+    ordinary = ["-1", "0", "1", "neutral", "无聊", "a-b", "nano", "★", "C#"]
     assert "if class" not in notes_on(ordinary * 2)
     assert "if class '-1' means that a row has no label" in notes_on([-1, 0, 1, 2] * 2)
+
+
+def test_a_second_separator_and_a_decimal_comma(notes_on: Notes) -> None:
+    cells = ["a,b", "b;c", "a", "b", "c", "c;a"]
+    assert "joins of 3 names: if" in notes_on(cells * 3, label_separator=",")
+    assert "write ',' for ';' in the file, too" in notes_on(cells * 3, label_separator=",")
+    assert "'2,5' needs a point instead of the comma" in notes_on(["1", "0,5", "2,5"] * 3)
 
 
 def test_a_class_of_one_row_beside_large_ones_is_named_with_its_row(notes_on: Notes) -> None:
@@ -90,9 +104,11 @@ def test_columns_that_are_as_likely_a_label_or_a_text(prepared: Any) -> None:
 
 def test_a_column_of_objects_is_not_offered(prepared: Any) -> None:
     rows = [{"text": "a", "meta": {"a": 1}}, {"text": "b", "meta": {"a": 2}}]
-    refusal(prepared, rows, match="which column is the label.*meta holds objects")
+    refusal(prepared, rows, match="which column is the label.*meta holds lists or objects")
     rows = [row | {"y": 1} for row in rows]
     refusal(prepared, rows, match="name one of y with --label_column")
+    rows = [{"tokens": ["a"], "label": label} for label in "xy"]
+    refusal(prepared, rows, match="which column is the text.*tokens holds lists")
 
 
 def test_the_report_page_names_the_columns(tmp_path: Path) -> None:

@@ -130,6 +130,8 @@ def test_several_columns() -> None:
         ([{"a": 1}, {"a": 2}], {}, "holds {'a': 1}, no class"),
         (['{"a": 1}', '{"a": 2}'], {}, "no class"),
         (["['a' 'b']", "['a']"], {}, "no class"),  # as numpy writes them
+        (["[0 1]", "[1 0]"], {}, r"holds \[0 1\], no class"),
+        ([[0, 1], [1, 0]], {}, "names all of 0, 1 in every row: .*a column per class"),
         (["[a, b]", "[b]"], {}, r"holds \[a, b\], no class"),
         (["('a', 'b')", "('b',)"], {}, "no class"),
         ([[["a"]], [["b"]]], {}, "no class"),

@@ -6,6 +6,7 @@ Each way is one setting, and each adds to the notes what it does: `--class_weigh
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -84,8 +85,8 @@ def _notes_on_classes(
     if len(labels.columns) == 1:
         yield from notes_on_names(labels.names)
         yield from note_on_rare(labels.names, counts, splits["train"])
-    if labels.problem_type == SINGLE and separator_hint(labels.names):
-        yield separator_hint(labels.names)
+        if hint := separator_hint(labels.names, labels.separator):
+            yield hint
     for name, split in splits.items():
         missing = np.flatnonzero(_class_counts(labels, split) == 0)
         if name != "train" and len(missing):
@@ -143,9 +144,10 @@ def _sampling_shares(setting: str, counts: np.ndarray) -> np.ndarray:
 def _weights_by_name(setting: str, text: str, names: Sequence[str]) -> np.ndarray:
     """`A=2.0,B=1.0` -> (classes,) float64; a class without a weight has 1."""
     weights = dict.fromkeys(names, 1.0)
-    for part in text.split(","):
-        name, _, number = (word.strip() for word in part.rpartition("="))
-        where = f"--{setting} {part.strip()}"
+    # a name may hold commas
+    for part in re.findall(r".+?=[^=,]*(?=,|$)|.+", text):
+        name, _, number = (word.strip(" ,") for word in part.rpartition("="))
+        where = f"--{setting} {part.strip(' ,')}"
         if name not in weights:
             hint = did_you_mean(name, names)
             raise UserError(

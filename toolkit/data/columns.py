@@ -6,7 +6,7 @@ holds texts. Where several are possible, the user has to choose."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from toolkit.data.label_cells import distinct_cells
 from toolkit.data.table import Table
@@ -14,6 +14,8 @@ from toolkit.errors import UserError, listing
 
 USUAL_TEXT = ("text", "sentence", "content", "review", "comment", "document", "article",
               "文本", "内容", "评论", "评论内容", "正文")  # fmt: skip
+USUAL_LABELS = ("label", "labels", "sentiment", "emotion", "category", "class", "target", "intent",
+                "topic", "score", "tags", "rating", "标签", "类别", "情感", "分类", "评分", "标注")  # fmt: skip
 _NUMBER = re.compile(r"[-+\d.,e\s]*", re.IGNORECASE)
 _ASCII_WORD = re.compile(r"[!-~]*")
 _FEW_VALUES = 50
@@ -32,6 +34,11 @@ def find_columns(
     for name in columns:
         table.require(name, setting)
     return tuple(columns)
+
+
+def has_usual(cells: Iterable[str], usual: tuple[str, ...]) -> bool:
+    """Whether one of the cells of a line is a usual name of a column."""
+    return any(cell.lower().strip(' "') in usual for cell in cells)
 
 
 def require_columns(
@@ -78,6 +85,12 @@ def _contains_text(table: Table, column: str, other: re.Pattern[str] = _NUMBER) 
     return not all(other.fullmatch(str(cell or "")) for cell in cells)
 
 
+def header_notes(table: Table, text: str) -> Iterator[str]:
+    """A line if a column was found by its texts: its name may be the first of them."""
+    if text.lower() not in USUAL_TEXT and table.load().advice:
+        yield f"the text is read from column {text!r}: {table.load().advice}"
+
+
 def likely_labels(table: Table, names: Iterable[str]) -> list[str]:
     """Those of the columns that have few values, each in several rows."""
     most = min(_FEW_VALUES, len(table) // 2)
@@ -93,22 +106,25 @@ def likely_texts(table: Table, names: Iterable[str]) -> list[str]:
     return [name for name in names if _contains_text(table, name, _ASCII_WORD)]
 
 
-def _is_plain(table: Table, column: str) -> bool:
+def _is_plain(table: Table, column: str, has_lists: bool = True) -> bool:
     """Whether the cells, or the items of their lists, are texts or numbers, not objects."""
     feature = table.rows.features[column]
-    return hasattr(getattr(feature, "feature", feature), "dtype")
+    if has_lists:
+        feature = getattr(feature, "feature", feature)
+    return hasattr(feature, "dtype")
 
 
 def unclear_column(table: Table, setting: str, names: list[str]) -> UserError:
     """The error if it is unclear which column a setting means, and what to pass."""
     what = setting.removesuffix("_column")
-    plain = [name for name in names if _is_plain(table, name)]
+    is_text = setting == "text_column"
+    plain = [name for name in names if _is_plain(table, name, has_lists=not is_text)]
     remedy = "there is no other than the text"
     if plain:
         remedy = f"name one of {listing(plain)} with --{setting}"
     elif names:
-        remedy = f"{listing(names)} holds objects: make a column of the {what}"
-    if setting == "text_column" and len(plain) > 1:
+        remedy = f"{listing(names)} holds lists or objects: make a column of the {what}"
+    if is_text and len(plain) > 1:
         remedy += "; recipes/cls.py reads pairs with --text_pair"
     if table.load().advice:
         remedy += f"; {table.load().advice}"

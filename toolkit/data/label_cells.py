@@ -17,8 +17,8 @@ import numpy as np
 from toolkit.data.table import Table
 
 NO_LABEL = "no label: fill it, or remove the row"
-_NESTED = re.compile(r"[\[{(]\s*[\[{\"']|\[.*[,，、].*\]")
-"""Objects, tuples, and lists that are not written as JSON; `[laughs]` is a name."""
+_NESTED = re.compile(r"[\[{(]\s*[\[{\"']|\[.*[,，、].*\]|\[[\d.]+\s")
+"""Objects, tuples, and lists that are not written as JSON, as NumPy's; `[laughs]` is a name."""
 _MAX_DISTINCT = 200_000
 """Distinct values that are read to infer a column's type: more are numbers, or no labels."""
 

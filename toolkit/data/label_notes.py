@@ -10,11 +10,19 @@ import numpy as np
 from toolkit.data.tokens import Split
 from toolkit.errors import listing
 
+_SIGNS = r"[\s_?？./\\*#<>()（）【】–—…-]*"
 _NO_LABEL = re.compile(
-    r"[-–—_?？./\\*]+|-\d\d+|n/?a|nan|none|null|unk(nown)?|无|空|未知|不详|缺失|未标注|无标签",
+    r"-\d\d+|"
+    + _SIGNS
+    + r"(n[./]?a|nan|nil|none|null|unk(nown)?|undefined|missing|empty|blank|tbd"
+    r"|(no|un|not)[\s_-]?label(l?ed)?|[无無空]|空白|暂无|没有|未知|不详|不明|缺失|待定"
+    r"|[未待无無](标注|標註|标签|標籤|分类|分類|填写|填寫))?" + _SIGNS,
     re.IGNORECASE,
 )
-_SEPARATORS = (",", "，", "、", ";", "；", "|", "/", "+", "#", "&", " ")
+_SEPARATORS = ("||", *",，、;；|/\\+#&")
+_IN_NAMES = tuple(" -_:.·和")
+"""Separators that names have, too: `very good`."""
+_DECIMAL = re.compile(r"-?\d+(,\d+)?")
 _OFTEN = 100
 
 
@@ -26,6 +34,8 @@ def notes_on_names(names: Sequence[str]) -> Iterator[str]:
     if unlabelled:
         remedy = "empty these cells and pass --drop_empty_text"
         yield f"if class {listing(unlabelled)} means that a row has no label: {remedy}"
+    if all(map(_DECIMAL.fullmatch, names)) and any("," in name for name in names):
+        yield f"if the labels are numbers, {names[-1]!r} needs a point instead of the comma"
     alike: dict[str, list[str]] = {}
     for name in names:
         alike.setdefault("".join(name.split()).casefold(), []).append(repr(name))
@@ -50,15 +60,19 @@ def note_on_rare(names: Sequence[str], counts: np.ndarray, train: Split) -> Iter
     yield f"classes of one row in train, which may be typing errors: {found}"
 
 
-def separator_hint(names: Sequence[str]) -> str:
-    """What to pass if the names are joins of fewer names, as `a,b` is of `a` and `b`; or empty."""
-    for separator in _SEPARATORS:
+def separator_hint(names: Sequence[str], passed: str | None = None) -> str:
+    """What to do if the names are joins of fewer names, as `a,b` is of `a` and `b`; or empty.
+    `passed`: the --label_separator."""
+    for separator in (*_SEPARATORS, *_IN_NAMES):
         split = [[part.strip() for part in name.split(separator)] for name in names]
         parts = {part for one in split for part in one}
-        repeats = any(len(set(one)) < len(one) for one in split)
-        if len(parts) < len(names) and not repeats:
-            return (
-                f"{len(names)} classes are joins of {len(parts)} names: if a cell holds several "
-                f"labels, pass --label_separator {separator!r}"
-            )
+        is_doubtful = any(len(set(one)) < len(one) for one in split)
+        if separator in _IN_NAMES:
+            is_doubtful = is_doubtful or not parts <= set(names)
+        if len(parts) < len(names) and not is_doubtful:
+            remedy = f"pass --label_separator '{separator}'"
+            if passed:
+                remedy = f"write '{passed}' for '{separator}' in the file, too"
+            joined = f"{len(names)} classes are joins of {len(parts)} names"
+            return f"{joined}: if a cell holds several labels, {remedy}"
     return ""

@@ -21,6 +21,7 @@ import numpy as np
 from natsort import natsorted
 
 from toolkit.config import ProblemType
+from toolkit.data.columns import USUAL_LABELS
 from toolkit.data.label_cells import (
     NO_LABEL,
     class_feature,
@@ -40,8 +41,6 @@ from toolkit.data.table import Table
 from toolkit.data.targets import Targets
 from toolkit.errors import UserError, did_you_mean, listing
 
-USUAL = ("label", "labels", "sentiment", "emotion", "category", "class", "target", "intent",
-         "topic", "score", "tags", "rating", "标签", "类别", "情感", "分类", "评分", "标注")  # fmt: skip
 SINGLE: ProblemType = "single_label_classification"
 MULTI: ProblemType = "multi_label_classification"
 REGRESSION: ProblemType = "regression"
@@ -62,7 +61,7 @@ class Labels(Targets):
     """Between the names in a cell of several labels."""
 
     column_setting = "label_column"
-    usual_columns = USUAL
+    usual_columns = USUAL_LABELS
 
     @property
     def usual_metric(self) -> str:
@@ -269,6 +268,12 @@ def _labels_of_column(
         raise ValueError(
             f"holds {only} only: at least two classes are needed (--label_column)"
         )
+    if problem == MULTI and len(cells) > 1:
+        unnamed = [cell for cell in cells if set(names) - set(class_names(cell, separator))]
+        if not unnamed:
+            raise ValueError(
+                f"names all of {listing(names)} in every row: 0 and 1 need a column per class"
+            )
     return Labels(problem, names, (column,), separator)
 
 

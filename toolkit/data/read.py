@@ -36,7 +36,7 @@ from toolkit.utils.files import cache_folder
 if TYPE_CHECKING:  # a process whose tokens are cached does not import it
     import pyarrow
 
-_LAYOUT = 7  # increase when the files in a cached folder of rows change
+_LAYOUT = 8  # increase when the files in a cached folder of rows change
 _BATCH_BLOCKS = 4
 """Blocks of rows that are one batch in the cache."""
 _FILE_SETTINGS = ("encoding", "encoding_errors", "delimiter", "quoting", "sample_by",
@@ -290,7 +290,8 @@ def parse_json(path: Path, settings: TextSettings) -> Iterator[Any]:
     """The values of a file of JSON lines; or the items of a list, or of the only list of rows in an
     object, as `{"data": [items]}`. Raises UserError."""
     starts = [line.lstrip()[0] for line in text_files.first_lines(path, settings, 2)]
-    if starts == ["{", "{"] or (format_of(path) == ".jsonl" and starts[:1] != ["["]):
+    is_lines = starts in (["{", "{"], ["[", "["])
+    if is_lines or (format_of(path) == ".jsonl" and starts[:1] != ["["]):
         yield from _json_lines(path, settings)
         return
     with text_files.open_text(path, settings) as text:
@@ -311,7 +312,7 @@ def _rows_in(path: Path, loaded: dict[str, Any]) -> list[Any]:
             lists.append(name)
     if len(lists) == 1 and (len(loaded) == 1 or lists[0] in _LISTS):
         return list(loaded[lists[0]])
-    if all(isinstance(value, dict | list) for value in loaded.values()):
+    if any(isinstance(value, dict | list) for value in loaded.values()):
         raise UserError(
             f"{path} is one object, of {listing(loaded)}: write a file for each list of rows, "
             '[{"text": "a"}, ...], as pandas does with to_json(orient="records")'

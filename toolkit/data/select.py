@@ -16,6 +16,7 @@ import numpy as np
 from toolkit.data.columns import (
     find_columns,
     find_texts,
+    header_notes,
     likely_labels,
     likely_texts,
     unclear_column,
@@ -60,6 +61,8 @@ def select_samples(
         columns = ", ".join(joined)
         notes.append(f"columns {columns} are one text, with {separator} between them")
     notes.extend(_unread_columns(settings, tables["train"], texts, predicted))
+    if settings.data.text_column is None:
+        notes.extend(header_notes(tables["train"], texts[0]))
     with_texts = {}
     for split, table in tables.items():
         for note in replacement_notes(table, settings.data):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from natsort import natsorted
 
 from toolkit.config import TextSettings
-from toolkit.data.columns import USUAL_TEXT
+from toolkit.data.columns import USUAL_LABELS, USUAL_TEXT, has_usual
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -42,7 +42,15 @@ _MARKS = {
     codecs.BOM_UTF16_BE: "utf-16",
 }
 _LIKELY_ENCODINGS = ("utf-8", "gb18030", "big5")
-_LIKELY_DELIMITERS = ("\t", "_!_", "|||", "||", "::", "\x01", ",", ";", "|")
+_LIKELY_DELIMITERS = ("\t", "_!_", "\x01", ",", ";", "|", "^", "~")
+_NO_TEXT = {
+    b"PK\x03\x04": "an Excel workbook or a zip: save it as `CSV UTF-8` there, or unpack it",
+    b"\xd0\xcf\x11\xe0": "an Excel workbook: save it as `CSV UTF-8` there",
+    b"\x1f\x8b": "compressed: add .gz to its name",
+    b"BZh": "compressed: add .bz2 to its name",
+    b"PAR1": "a Parquet file: name it .parquet",
+}
+"""With what other files begin, and what to do with them."""
 _UNIT = "\x1f"
 """ASCII's unit separator, which stands for a delimiter of several characters: `csv` takes one."""
 _FASTTEXT_LABEL = re.compile(r"(?<!\S)__label__(\S+)\s*")
@@ -94,9 +102,10 @@ def open_text(path: Path, settings: TextSettings) -> io.TextIOWrapper:
 def encoding_fault(path: Path, encoding: str) -> str:
     """Names the first line that does not decode, and the encoding in which most lines do."""
     with open_bytes(path) as file:
-        if file.read(4) == b"PK\x03\x04":
-            remedy = "save it as `CSV UTF-8` there"
-            return f"{path} is an Excel workbook or a zip, not text: {remedy}"
+        start = file.read(4)
+    for mark, what in _NO_TEXT.items():
+        if start.startswith(mark):
+            return f"{path} is no text, but {what}"
     encodings = (encoding, *_LIKELY_ENCODINGS)
     faults = {name: undecodable_lines(path, name) for name in encodings}
     best = min(faults, key=lambda name: faults[name][1])
@@ -134,8 +143,9 @@ def first_lines(path: Path, settings: TextSettings, count: int = 20) -> list[str
 
 
 def is_json(lines: list[str]) -> bool:
-    """Whether a file that begins with these lines holds objects, or a list of them."""
-    return bool(re.match(r'\s*(\[\s*)?\{\s*"', "\n".join(lines)))
+    """Whether a file that begins with these lines holds objects, or a list of them; Python's, too,
+    which are refused as JSON."""
+    return bool(re.match(r"\s*(\[\s*)?\{\s*[\"']", "\n".join(lines)))
 
 
 def is_fasttext(lines: list[str]) -> bool:
@@ -143,8 +153,9 @@ def is_fasttext(lines: list[str]) -> bool:
 
 
 def likely_delimiter(lines: list[str]) -> str:
-    """What all lines have equally often; empty for nothing."""
-    for delimiter in _LIKELY_DELIMITERS:
+    """What all lines have equally often: several signs, or a usual one; empty for nothing."""
+    signs = re.findall(r"(?<=\w)\s?([^\w\s]{2,})(?=\s?\w)", "".join(lines[:1]))
+    for delimiter in (*signs, *_LIKELY_DELIMITERS):
         counts = {line.count(delimiter) for line in lines}
         if len(counts) == 1 and counts != {0}:
             return delimiter
@@ -265,7 +276,9 @@ def read_csv(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch
         first_row = 1
         for block in in_blocks(rows):
             columns = list(zip(*block, strict=True))
-            if first_row == 1 and not settings.header:
+            if first_row == 1 and settings.header:
+                _refuse_header_as_row(path, block[0])
+            elif first_row == 1:
                 _refuse_row_as_header(path, names, columns)
             if any("\n" in "".join(cells) for cells in columns):
                 _refuse_swallowed_rows(path, block, first_row, delimiter)
@@ -299,6 +312,8 @@ def _csv_rows(
                         remedy += ", with --quoting csv"
                     if len(delimiter) > 1:
                         remedy = "correct that line"
+                    if settings.header and line == 1:
+                        remedy = f"pass --column_names with {len(cells)} names"
                     raise UserError(
                         f"{path}, line {line}: {len(cells)} cells where {header} has {width}: "
                         f"{advice(path, settings) or remedy}"
@@ -318,12 +333,22 @@ def _column_names(path: Path, cells: list[str], settings: TextSettings) -> list[
     table with this delimiter."""
     if not any(cells):
         raise UserError(f"{path} is empty, or its first line is: write the columns there")
+    if cells[0].lower().startswith("sep="):
+        fault = "begins with Excel's note of its delimiter"
+        raise UserError(f"{path} {fault}: remove that line, and pass --delimiter")
     remedy = advice(path, settings)
     is_guess = len(cells) == 1 and settings.delimiter is None
     if remedy and (is_guess or is_json(cells)):
         raise UserError(f"{path} begins with the column {cells[0][:60]!r}: {remedy}")
     # pandas leaves the name of its index empty
     return [name or f"Unnamed: {place}" for place, name in enumerate(cells)]
+
+
+def _refuse_header_as_row(path: Path, cells: list[str]) -> None:
+    """Raises UserError if the first line holds usual names of a text and of a label."""
+    if has_usual(cells, USUAL_TEXT) and has_usual(cells, USUAL_LABELS):
+        fault = f"the first line is a header, {', '.join(cells)}"
+        raise UserError(f"{path}: {fault}: leave out --column_names (or remove that line)")
 
 
 def _refuse_row_as_header(path: Path, names: list[str], columns: list[Any]) -> None:

@@ -16,8 +16,15 @@ from transformers.utils import cached_file
 
 from toolkit.config import ModelSettings, TextSettings
 from toolkit.config.sections import default_tokens_per_batch
-from toolkit.data.columns import find_columns, find_texts, require_columns
-from toolkit.data.labels import USUAL, Labels
+from toolkit.data.columns import (
+    USUAL_LABELS,
+    USUAL_TEXT,
+    find_columns,
+    find_texts,
+    has_usual,
+    require_columns,
+)
+from toolkit.data.labels import Labels
 from toolkit.data.options import REMEMBERED
 from toolkit.data.read import files_of
 from toolkit.data.table import Table
@@ -91,9 +98,9 @@ def fitting_settings(name: str, file: str, text_column: str | None) -> dict[str,
         fitting.pop("delimiter", None)
         is_text = format_of(path) == ".txt"
         delimiter = ","
-    cells = {cell.strip(' "') for cell in header.split(delimiter or None)}
-    text_columns = (text_column or trained["text_column"]).split(",")
-    if is_text or cells & set(text_columns):
+    cells = header.split(delimiter or None)
+    text_columns = (text_column or trained["text_column"]).lower().split(",")
+    if is_text or has_usual(cells, (*text_columns, *USUAL_TEXT)):
         fitting.pop("column_names", None)
     return fitting
 
@@ -110,7 +117,7 @@ def choose_columns(
     # a missing one is an error below
     if not text and set(table.columns_of(trained_text)) & set(table.rows.column_names):
         text = trained_text
-    others = find_columns(table, label, "label_column", USUAL)
+    others = find_columns(table, label, "label_column", USUAL_LABELS)
     return list(find_texts(table, text, pair, others))
 
 
@@ -121,7 +128,7 @@ def choose_labels(name: str, table: Table, column: str | None, labels: Labels) -
     columns = trained.get("label_columns", [])
     if not column and set(columns) <= set(table.rows.column_names):
         column = ",".join(columns) or None
-    columns = require_columns(table, column, "label_column", USUAL)
+    columns = require_columns(table, column, "label_column", USUAL_LABELS)
     labels = labels.in_columns(table, columns)
     if len(columns) > 1:
         return labels

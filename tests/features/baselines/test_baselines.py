@@ -60,3 +60,14 @@ def test_the_file_is_read_for_its_own_evaluation_only(tmp_path: Path) -> None:
     settings = build(TaskSettings, {"baselines": False})
     assert FEATURE.results(tmp_path, settings, None, None, None) == ()
     assert compared.read_baselines(tmp_path, same) is None
+
+
+def test_the_linear_model_is_left_out_aloud(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compared, "_MAX_CLASSES", 2)
+    logits = np.zeros((50, 3), np.float32)
+    lines = compared.write_baselines(
+        tmp_path, made(90, 1), made(50, 2), logits, ClassAnswers(THREE)
+    )
+    assert lines[2] == f"  {LINEAR} is left out: there are more than 2 classes"

@@ -54,6 +54,9 @@ def write_baselines(
                 "{} {value:.4f} (95 %: {low:.4f}-{high:.4f})".format(metric, **value)
             )
         lines.append(f"  {'  '.join(values)}  {name}")
+    if train is not None and answers.labels.size > _MAX_CLASSES:
+        reason = f"there are more than {_MAX_CLASSES} classes"
+        lines.append(f"  {LINEAR} is left out: {reason}")
     return [*lines, *doubts(models)]
 
 

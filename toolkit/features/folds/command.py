@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.data.columns import find_texts, require_columns
-from toolkit.data.labels import USUAL
+from toolkit.data.columns import USUAL_LABELS, find_texts, require_columns
 from toolkit.data.options import READING, reading_settings
 from toolkit.data.read import read_file
 from toolkit.data.table import BATCH_ROWS, Table
@@ -45,7 +44,9 @@ def run(options: argparse.Namespace, words: list[str]) -> None:
     reading = {name: settings[name] for name in READING if name in settings}
     table = read_file(settings["train_file"], reading_settings(options, **reading))
     _refuse_trained_models(settings, table)
-    labels = require_columns(table, settings.get("label_column"), "label_column", USUAL)
+    labels = require_columns(
+        table, settings.get("label_column"), "label_column", USUAL_LABELS
+    )
     columns = find_texts(
         table, settings.get("text_column"), settings.get("text_pair"), labels
     )

@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import __version__, launch
+from toolkit.data.columns import header_notes
 from toolkit.data.options import reading_settings
 from toolkit.data.read import read_file, replacement_notes
 from toolkit.data.text_files import format_of
 from toolkit.errors import listing
-from toolkit.evaluation.saved_model import SavedModel, choose_columns, fitting_settings
+from toolkit.evaluation.saved_model import (
+    SavedModel,
+    choose_columns,
+    fitting_settings,
+    training_columns,
+)
 from toolkit.pretrained import model_digest
 from toolkit.utils.log import log_on_rank_0
 
@@ -38,7 +44,11 @@ class Job:
         )
         pairs = len(self.columns) > 1
         self.max_length = self.saved.choose_max_length(options.max_length, pairs)
-        for line in replacement_notes(self.table, self.settings):
+        named = (options.text_column, training_columns(options.model).get("text_column"))
+        notes = list(replacement_notes(self.table, self.settings))
+        if self.columns[0] not in named:
+            notes.extend(header_notes(self.table, self.columns[0]))
+        for line in notes:
             self.log(line)
         self.facts = {
             "toolkit": __version__,
