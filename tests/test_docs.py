@@ -1,14 +1,20 @@
-"""Files, settings, subcommands and links in README and docs exist."""
+"""Files, settings, commands and links that README, docs and workflows name exist; `make docs` makes the site without a
+warning; pinned versions are within their ranges."""
 
 import argparse
+import importlib.util
 import re
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import toolkit
-from tests.runs import ROOT
+from tests.runs import ROOT, start
 from toolkit.cli import build_parser
 from toolkit.config import sections_of, tasks
 
@@ -83,3 +89,49 @@ def test_settings_and_subcommands_exist(page: Path) -> None:
     if not page.name.startswith(WITH_UNKNOWN_NAMES):
         assert not options - known - OTHERS
         assert set(re.findall(pattern, text, re.MULTILINE)) <= set(subcommands)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("furo"), reason="the docs extra is not installed")
+@pytest.mark.parametrize("tags", [[], ["-t", "zh"]])
+def test_the_site_has_every_page(tags: list[str], tmp_path: Path) -> None:
+    """Of a link to a page or a heading that does not exist Sphinx warns, and a warning is an error."""
+    build = [sys.executable, *"-m sphinx -q -W --keep-going -c".split(), ROOT / "docs", *tags]
+    command = [*build, "-d", tmp_path / "trees", ROOT, tmp_path / "site"]
+    start(command, env={"PYTHONPATH": str(ROOT)}).succeeded()
+    settings = next((tmp_path / "site").rglob("settings*.html")).read_text(encoding="utf-8")
+    assert "global_batch_size" in settings
+    assert "usage: toolkit predict" in settings  # made from the code
+    pages = [page for page in (ROOT / "docs").glob("*.md") if (".zh." in page.name) == bool(tags)]
+    assert len(list((tmp_path / "site").rglob("*.html"))) > len(pages)
+
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+WITH_TARGETS = ("AGENTS.md", "CONTRIBUTING.md", "README.md", "Makefile", "docs/compatibility.md",
+                ".github/pull_request_template.md")  # fmt: skip
+PHONY = re.findall(r"^\.PHONY: (.*)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+
+
+@pytest.mark.parametrize(
+    "path", [*WORKFLOWS, *(ROOT / name for name in WITH_TARGETS)], ids=lambda path: path.name
+)
+def test_make_targets_and_files_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert path not in WORKFLOWS or "\npermissions:\n  contents: read\n" in text
+    targets = set(re.findall(r"(?:`|run: |^\s*)make ([a-z][\w-]*)", text, re.M))
+    assert targets <= {*" ".join(PHONY).split(), "it"}
+    files = re.findall(r"\b(?:tests|benchmarks|recipes)/[\w/]+\.py", text)
+    assert [name for name in files if not (ROOT / name).is_file()] == []
+
+
+def test_constraints_are_within_the_ranges_and_every_dependency_has_a_lower_bound() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)", lines, re.M))
+    pins = {canonicalize_name(name): pin for name, pin in pins.items()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert [line for line in project["dependencies"] if ">=" not in line] == []
+    extras = project["optional-dependencies"].values()
+    for line in [*project["dependencies"], *(line for extra in extras for line in extra)]:
+        one = Requirement(line)
+        if one.name != project["name"]:
+            assert one.specifier.contains(pins[canonicalize_name(one.name)]), line

@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from tokenizers.models import BPE
 from transformers import BertTokenizerFast, PreTrainedTokenizerFast
 
 from tests.faults import refusal
-from tests.runs import start
 from toolkit.config import PretrainedSettings
 from toolkit.data.jieba_tokenizer import load_jieba, load_words_first, words_first
 from toolkit.data.read import read_demo
@@ -156,16 +154,6 @@ def test_added_tokens_are_whole(ours: Any) -> None:
     assert ours("新闻联播")["input_ids"][1] == ours.convert_tokens_to_ids("新闻联播")
     assert ours.tokenize("我们[SEP]") == ["我们", "[SEP]"]
     assert "[SEP]" not in ours.tokenize("我们[SEP]", split_special_tokens=True)
-
-
-def test_it_is_silent_and_leaves_no_file(tmp_path: Path) -> None:
-    """With an empty temporary folder and no compiled jieba to hide its warnings."""
-    (temporary := tmp_path / "temporary").mkdir()
-    code = "from toolkit.data import jieba_tokenizer as t; t.load_jieba().cutter.lcut('今天')"
-    env = {"TMPDIR": str(temporary), "PYTHONPYCACHEPREFIX": str(tmp_path / "compiled")}
-    done = start([sys.executable, "-W", "always:invalid escape", "-c", code], env=env)
-    assert (done.code, done.out, done.err) == (0, "", "")
-    assert list(temporary.iterdir()) == []
 
 
 def test_spaces_of_decoded_text(ours: Any) -> None:

@@ -72,7 +72,7 @@ def test_a_class_of_one_row_beside_large_ones_is_named_with_its_row(notes_on: No
     for labels in (cells, [[cell, "x"] for cell in cells]):
         assert "which may be typing errors: 'postive' (row 7)" in notes_on(labels)
     assert "typing errors" not in notes_on(cells[4:12])
-    assert "classes 'Pos', 'pos' have almost the same name" in notes_on(["Pos", "pos"] * 3)
+    assert "classes 'Pos', 'pos' have almost the same name" in notes_on(["Pos ", "pos"] * 3)
 
 
 def test_columns_that_are_as_likely_a_label_or_a_text(prepared: Any) -> None:
@@ -84,8 +84,8 @@ def test_columns_that_are_as_likely_a_label_or_a_text(prepared: Any) -> None:
     assert notes[0] == "not read: column number, guid, question, stance, tags, meta"
     assert notes[1].startswith("the label is read from column label: column stance, tags may be")
     assert notes[2].startswith("the text is read from column text: column question has texts")
-    named = prepared(rows, label_column="label", text_pair="question")
-    assert not any("is read from column" in note for note in named.notes)
+    named = prepared(rows, label_column="label", text_column="text", text_pair="question")
+    assert not any("is read from column" in note or "not read" in note for note in named.notes)
 
 
 def test_a_column_of_objects_is_not_offered(prepared: Any) -> None:

@@ -236,15 +236,3 @@ def test_the_rows_held_out_stay_the_same_from_version_to_version(prepared: Prepa
     assert data.validation.rows.tolist() == [5, 6, 12, 15, 24, 29]
     assert counts_of(data, "validation") == {"a": 3, "b": 3}
     assert len({*data.train.rows, *data.validation.rows}) == 30
-
-
-def test_classes_that_differ_in_case_and_blanks_are_named(prepared: Prepare) -> None:
-    notes = prepared(rows_of({"pos": 6, "Pos ": 6, "neg": 6})).notes
-    assert any("'Pos'" in note and "'pos'" in note for note in notes)
-
-
-def test_columns_that_are_not_read_are_named_unless_the_user_chose(prepared: Prepare) -> None:
-    rows = [{**row, "TARGET": "x", "STANCE": row["label"]} for row in AB]
-    chosen = {"label_column": "label", "text_column": "text"}
-    assert any("TARGET, STANCE" in note for note in prepared(rows).notes)
-    assert not any("TARGET" in note for note in prepared(rows, **chosen).notes)

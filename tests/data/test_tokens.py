@@ -99,9 +99,8 @@ def test_choose_max_length() -> None:
         (512, 131, config(), 512),  # the tokenizer's own limit may be too low
         (5000, 10**30, config(positions=-1), 5000),  # relative positions
     ):
-        tokenizer = SimpleNamespace(
-            model_max_length=limit, num_special_tokens_to_add=lambda pair: 2, init_kwargs={}
-        )
+        tokenizer = SimpleNamespace(model_max_length=limit, init_kwargs={})
+        tokenizer.num_special_tokens_to_add = lambda pair: 2
         assert tokenizers.choose_max_length(wanted, tokenizer, model) == chosen
         if model.max_position_embeddings in (512, 514):
             says = ["--max_length 513: the model has 512"]

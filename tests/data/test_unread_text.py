@@ -24,30 +24,20 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Like bert-base-chinese: the tokenizer keeps case, the vocabulary has no capitals."""
     folder = tmp_path_factory.mktemp("model")
-    words = [
-        "[PAD]",
-        "[UNK]",
-        "[CLS]",
-        "[SEP]",
-        "[MASK]",
-        *LETTERS,
-        *(f"##{each}" for each in LETTERS),
-        *"一二三新闻",
-    ]
+    special = "[PAD] [UNK] [CLS] [SEP] [MASK]".split()
+    words = [*special, *LETTERS, *(f"##{each}" for each in LETTERS), *"一二三新闻"]
     (folder / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "BertTokenizer", "do_lower_case": False})
-    )
+    config = {"tokenizer_class": "BertTokenizer", "do_lower_case": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     BertConfig(vocab_size=len(words), max_position_embeddings=32).save_pretrained(folder)
     return folder
 
 
 def prepared(model: Path, folder: Path, text: str, **values: Any) -> tuple[Data, Any]:
     rows = [f"{text}新闻,{label}\n" for label in ("甲", "乙") * 40]
-    (folder / "train.csv").write_text("text,label\n" + "".join(rows), encoding="utf-8")
-    settings = task_settings(
-        model_name_or_path=str(model), train_file=str(folder / "train.csv"), **values
-    )
+    file = folder / "train.csv"
+    file.write_text("text,label\n" + "".join(rows), encoding="utf-8")
+    settings = task_settings(model_name_or_path=str(model), train_file=str(file), **values)
     tokenizer = load_tokenizer(settings.model)
     return prepare_data(settings, tokenizer, load_config(settings.model)), tokenizer
 
@@ -88,10 +78,8 @@ def test_lower_case_for_whoever_loads_the_model(model: Path, tmp_path: Path) -> 
     assert Tokenizer.from_file(str(tmp_path / "saved" / "tokenizer.json")).encode(text).ids == ids
     settings = task_settings(model_name_or_path=str(tmp_path / "saved"), do_lower_case=False).model
     assert load_tokenizer(settings)("N")["input_ids"][1] == tokenizer.unk_token_id
-    # a class that has no such option
-    edit_json(
-        tmp_path / "saved" / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast"
-    )
+    config, without_option = tmp_path / "saved" / "tokenizer_config.json", "PreTrainedTokenizerFast"
+    edit_json(config, tokenizer_class=without_option)
     refusal(load_tokenizer, settings, says=["--do_lower_case", "no such option"])
 
 
@@ -125,9 +113,7 @@ def test_head_tokens_that_leave_nothing_for_the_end(model: Path) -> None:
     settings = task_settings(model_name_or_path=str(model), head_tokens=4)
     tokenizer = load_tokenizer(settings.model)
     set_truncation(tokenizer, settings.data)
-    config = load_config(settings.model)
-    refusal(
-        choose_max_length, 6, tokenizer, config, says=["--max_length 6", "4 first", "--head_tokens"]
-    )
+    config, says = load_config(settings.model), ["--max_length 6", "4 first", "--head_tokens"]
+    refusal(choose_max_length, 6, tokenizer, config, says=says)
     refusal(encode_texts, tokenizer, [["a"], ["b"]], 9, says=["pairs", "--truncation_side right"])
     refusal(choose_max_length, 64, tokenizer, config, says=["32 positions", "recipes/bigbird.py"])

@@ -151,17 +151,24 @@ def test_fsdp_gathers_layer_by_layer(model_type: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "samples", "steps_per_epoch", "total"),
+    ("options", "steps_per_epoch", "evaluations"),
     [
-        ({}, 100, 4, 12),
-        ({"num_train_epochs": 0.3}, 100, 4, 2),
-        ({"max_steps": 7, "num_train_epochs": 1}, 100, 4, 7),
-        ({"global_batch_size": 1000}, 5, 1, 3),
+        ({}, 4, [4, 8, 12]),
+        ({"num_train_epochs": 0.3}, 4, [2]),
+        ({"max_steps": 7, "num_train_epochs": 1}, 4, [4, 7]),
+        ({"global_batch_size": 1000}, 1, [1, 2, 3]),
+        ({"eval_every": 5}, 4, [5, 10, 12]),
     ],
 )
-def test_steps(options: dict[str, Any], samples: int, steps_per_epoch: int, total: int) -> None:
-    schedule = make_schedule(TrainingSettings(**options), of_lengths(np.full(samples, 8)))
-    assert (schedule.steps_per_epoch, schedule.total_steps) == (steps_per_epoch, total)
+def test_steps_and_evaluations(
+    options: dict[str, Any], steps_per_epoch: int, evaluations: list[int]
+) -> None:
+    """Of a hundred samples; the last step is evaluated."""
+    schedule = make_schedule(TrainingSettings(**options), of_lengths(np.full(100, 8)))
+    assert (schedule.steps_per_epoch, schedule.total_steps) == (steps_per_epoch, evaluations[-1])
+    run: Any = SimpleNamespace(schedule=schedule)
+    numbers = range(1, schedule.total_steps + 1)
+    assert [n for n in numbers if Step(run, n, np.zeros(0), [], 1).evaluates] == evaluations
 
 
 def test_a_text_longer_than_any_batch() -> None:
@@ -169,21 +176,6 @@ def test_a_text_longer_than_any_batch() -> None:
     says = ("--max_tokens_per_batch 99", "100 tokens", "--max_length 99")
     refusal(max_micro_batches, TrainingSettings(max_tokens_per_batch=99), train, 1, says=says)
     max_micro_batches(TrainingSettings(max_tokens_per_batch=100), train, 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "steps"),
-    [
-        ({}, [4, 8, 12]),
-        ({"eval_every": 5}, [5, 10, 12]),
-        ({"max_steps": 6}, [4, 6]),
-    ],
-)
-def test_evaluations(options: dict[str, Any], steps: list[int]) -> None:
-    schedule = make_schedule(TrainingSettings(**options), of_lengths(np.full(100, 8)))
-    run: Any = SimpleNamespace(schedule=schedule)
-    numbers = range(1, schedule.total_steps + 1)
-    assert [n for n in numbers if Step(run, n, np.zeros(0), [], 1).evaluates] == steps
 
 
 def test_a_scheduler_is_one_of_the_prepared_optimizer() -> None:
