@@ -30,7 +30,6 @@ FOLDERS = "data evaluation models objective report training features/baselines f
 FOLDERS += " features/padding_free features/pretraining features/titles run.py pretrained.py launch/world.py"
 LOGS = re.compile(r"(.*\.)?(log_on_\w+|say|_log|info|warning)|(notes|lines)\.(append|extend)")
 MAKERS = re.compile("describe|save|results|doubts|command_to_continue|.*notes?.*")
-RETURNS = (ast.Return, ast.Yield, ast.YieldFrom)
 
 
 def test_both_languages_have_the_same_values_settings_and_numbers() -> None:
@@ -68,16 +67,13 @@ class Lines:
 
     def lines_of(self, function: ast.FunctionDef) -> Iterator[ast.expr]:
         """What it logs, puts into `lines` or `notes`, or returns as such."""
-        is_maker = MAKERS.fullmatch(function.name)
         for node in ast.walk(function):
             if isinstance(node, ast.Call) and LOGS.fullmatch(ast.unparse(node.func)):
                 yield from node.args
-            is_list = isinstance(node, ast.Assign) and ast.unparse(node.targets) in (
-                "notes",
-                "lines",
-            )
-            if is_list or (is_maker and isinstance(node, RETURNS) and node.value):
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets) in ("notes", "lines"):
                 yield node.value
+        if MAKERS.fullmatch(function.name):
+            yield from returned(function)
 
     def texts(self, node: Any, function: ast.FunctionDef) -> list[str]:
         """All values that a text may have."""
@@ -93,47 +89,40 @@ class Lines:
         if isinstance(node, ast.List):
             return [text for part in node.elts for text in of(part)]
         if isinstance(node, ast.Name):
-            return self.assigned(node, function) or ["1"]
+            return self.assigned(node.id, function) or ["1"]
         callee = self.functions.get(ast.unparse(node).partition("(")[0].removeprefix("self."))
         if not isinstance(node, ast.Call) or callee in (None, function):
             return ["1"]
-        returned = [
-            each.value for each in ast.walk(callee) if isinstance(each, RETURNS) and each.value
-        ]
-        found = [text for value in returned for text in self.texts(value, callee)]
+        found = [text for value in returned(callee) for text in self.texts(value, callee)]
         return list(filter(None, found)) or ["1"]
 
-    def assigned(self, name: ast.Name, function: ast.FunctionDef) -> list[str]:
-        """What was last assigned to a name: in each branch, and before them."""
-        before = [
-            node
-            for node in ast.walk(function)
-            if isinstance(node, ast.stmt) and node.lineno <= name.lineno
-        ]
-        before.sort(key=lambda node: -node.lineno)
-        found: list[str] = []
-        for node in before:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets) == name.id:
-                found += self.texts(node.value, function)
-                if node.col_offset <= before[0].col_offset:
-                    break
-        for node in before:
-            if isinstance(node, ast.AugAssign) and ast.unparse(node.target) == name.id:
-                found += [
-                    text + more for text in found for more in self.texts(node.value, function)
-                ]
-        return found
+    def assigned(self, name: str, function: ast.FunctionDef) -> list[str]:
+        """All that is assigned to a name, and these with what is added."""
+        first, more = [], []
+        for node in ast.walk(function):
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets) == name:
+                first += self.texts(node.value, function)
+            if isinstance(node, ast.AugAssign) and ast.unparse(node.target) == name:
+                more += self.texts(node.value, function)
+        return first + ["".join(both) for both in itertools.product(first, more)]
+
+
+def returned(function: Any) -> list[Any]:
+    kinds = (ast.Return, ast.Yield, ast.YieldFrom)
+    return [node.value for node in ast.walk(function) if isinstance(node, kinds) and node.value]
+
+
+# no line of a run: the name of the column that is in doubt is assigned twice
+NEVER = re.compile("the label is .* has texts, too|the text is .* may be it, too")
 
 
 def test_every_line_of_a_run_has_its_chinese() -> None:
     paths = [ROOT / "toolkit" / name for name in FOLDERS.split()]
-    missing = set()
-    for path in itertools.chain(
-        *(path.rglob("*.py") if path.is_dir() else [path] for path in paths)
-    ):
-        sentences = {text for text in Lines(path).found if re.search("[a-z]{2,} [a-z]{2,}", text)}
-        missing |= {f"{path}: {text}" for text in sentences if ZH.line(text) == text}
-    assert missing == set()
+    files = [file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])]
+    found = {text for file in files for text in Lines(file).found}
+    sentences = {text for text in found if re.search("[a-z]{2,} [a-z]{2,}", text)}
+    assert len(sentences) > 50
+    assert [text for text in sentences if ZH.line(text) == text and not NEVER.match(text)] == []
 
 
 NAMES = ("负面", "run", "text")  # as words of the page
@@ -145,39 +134,32 @@ def pages(folder: Path, language: str) -> tuple[str, str]:
     labels = Labels("single_label_classification", NAMES, ("label",))
     chances = np.random.default_rng(0).dirichlet(np.ones(3), 60)
     predictions, numbers = single(NAMES, chances, [place % 3 for place in range(60)])
-    columns = {"text_column": "text", "text_pair": "reply", "label_columns": ["label"]}
+    numbers = numbers | {"decisions": DECISIONS}
+    columns = {"text_column": "TEXT", "text_pair": "REPLY", "label_columns": ["STANCE"]}
     settings = {**SETTINGS, "language": language}
-    make_run(
-        folder,
-        labels,
-        predictions,
-        numbers | {"decisions": DECISIONS},
-        settings,
-        notes=[NOTE],
-        **columns,
-    )
+    make_run(folder, labels, predictions, numbers, settings, notes=[NOTE], **columns)
     interval = {"value": 0.75, "low": 0.7, "high": 0.8}
-    models = {
-        key: {"accuracy": interval, "f1_macro": interval}
-        for key in (baselines.LINEAR, baselines.MODEL)
-    }
+    scores = {"accuracy": interval, "f1_macro": interval}
+    models = dict.fromkeys((baselines.LINEAR, baselines.MODEL), scores)
     content = {"split": "validation", "num_samples": 60, "models": models}
     (folder / "baselines.json").write_text(json.dumps(content))
     (folder / "model").mkdir()
     write_card(folder / "model", folder)
     write_report(Record.load(folder), ["好"] * 60)
-    return Page(folder / "report.html").text, (folder / "model" / "README.md").read_text(
-        encoding="utf-8"
-    )
+    card = (folder / "model" / "README.md").read_text(encoding="utf-8")
+    return Page(folder / "report.html").text, card
+
+
+def numbers_in(text: str) -> list[str]:
+    return sorted(re.findall(r"\d+(?:[.,]\d+)*", text))
 
 
 def test_the_page_and_the_card_of_a_run(tmp_path: Path) -> None:
-    for english, chinese in zip(
-        pages(tmp_path / "en", "en"), pages(tmp_path / "zh", "zh"), strict=True
-    ):
-        assert sorted(re.findall(r"\d+(?:[.,]\d+)*", english)) == sorted(
-            re.findall(r"\d+(?:[.,]\d+)*", chinese)
-        )
-        for name in (*NAMES, "reply", "accuracy", "validation", "train"):
+    (page, card), chinese_pages = (pages(tmp_path / each, each) for each in ("en", "zh"))
+    for named in ("text: TEXT", "pair: REPLY", "label: STANCE"):
+        assert named in page
+    for english, chinese in zip((page, card), chinese_pages, strict=True):
+        assert numbers_in(english) == numbers_in(chinese)
+        for name in (*NAMES, "REPLY", "accuracy", "validation", "train"):
             assert name in chinese
         assert re.findall(r"\b[a-z]+ [a-z]+ [a-z]+\b", chinese) == []

@@ -3,15 +3,11 @@ none, several, or typing errors."""
 
 from collections.abc import Callable
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.faults import refusal
-from tests.report.made import make_run
-from toolkit.data.labels import Labels
-from toolkit.report.html import write_report_of_folder
 
 PARTS = ("价格", "味道", "服务", "送餐")
 JOINED = [*combinations(PARTS, 1), *combinations(PARTS, 2), *combinations(PARTS, 3)]
@@ -93,12 +89,3 @@ def test_a_column_of_objects_is_not_offered(prepared: Any) -> None:
     refusal(prepared, rows, match="which column is the label.*meta holds objects")
     rows = [row | {"y": 1} for row in rows]
     refusal(prepared, rows, match="name one of y with --label_column")
-
-
-def test_the_report_page_names_the_columns(tmp_path: Path) -> None:
-    labels = Labels("single_label_classification", ("a", "b"), ("STANCE",))
-    line = {"id": 0, "label": "a", "prediction": "b", "probabilities": [0.25, 0.75]}
-    columns = {"text_column": "TEXT", "text_pair": "TARGET", **labels.source()}
-    make_run(tmp_path / "run", labels, [line], {"loss": 0.5}, **columns)
-    page = write_report_of_folder(tmp_path / "run").read_text(encoding="utf-8")
-    assert all(name in page for name in ("text: TEXT", "pair: TARGET", "label: STANCE"))
