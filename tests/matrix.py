@@ -12,25 +12,22 @@ only, has failed, and the next one gets new processes. A word may be a function,
 that must be made, or for the run of another job.
 """
 
-import contextlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from tests import inputs
 from tests.runs import ROOT, Process, fork, forked, free_port, words_of
 
 WAYS = ("single", "ddp x2", "zero1 x2", "zero2 x2", "zero3 x2", "fsdp2 x2", "ddp x3")
-GROUPS = 2
-"""Groups of processes of a way. The second one starts when two workers have a job for it at the same time."""
 Words = Sequence[Any]
 
 
@@ -257,8 +254,7 @@ class Way:
         config = f"accelerate_configs/{strategy}.yaml" if processes else None
         assert (ROOT / f"accelerate_configs/{strategy}.yaml").is_file(), f"there is no {strategy}"
         pages = ",".join(job for job in JOBS if name in JOBS[job].pages)
-        self._groups = [ProcessGroup(self._folder / f"group{number}", config, self.processes, pages)
-                        for number in range(GROUPS)]  # fmt: skip
+        self._group = ProcessGroup(self._folder / "group", config, self.processes, pages)
 
     def __getitem__(self, name: str) -> Path:
         """The folder of the run of this job. Raises JobError."""
@@ -270,8 +266,8 @@ class Way:
 
         def make(reports: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)  # of a worker that was killed
-            with self._free_group() as group:
-                failure = group.run([*job, "--output_dir", str(folder)], reports, seconds)
+            with self._group.lock:
+                failure = self._group.run([*job, "--output_dir", str(folder)], reports, seconds)
             (reports / "result.json").write_text(json.dumps({"job": job, "failure": failure}))
 
         reports = inputs.shared(self._reports(name), make)
@@ -288,16 +284,6 @@ class Way:
 
     def _reports(self, name: str) -> str:
         return f"reports of {self.name}, {name}"
-
-    @contextlib.contextmanager
-    def _free_group(self) -> Iterator[ProcessGroup]:
-        """The first one that no worker uses."""
-        while True:
-            for group in self._groups:
-                with contextlib.suppress(Timeout), group.lock.acquire(timeout=0):
-                    yield group
-                    return
-            time.sleep(0.02)
 
 
 @cache

@@ -1,5 +1,5 @@
 """A checkpoint of any strategy and world size resumes under any other, in the middle of an epoch: all weights, LoRA's
-alone, and in bf16. (Promise 4.)"""
+alone, in bf16, the average of the weights, the state of optimizers. (Promise 4.)"""
 
 from itertools import product
 from pathlib import Path
@@ -76,3 +76,35 @@ def test_bf16(way: str) -> None:
     for name, tensor in load_file(run(way, "bf16") / "model" / "model.safetensors").items():
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor, masters[name])
+
+
+# (way that saves, job, way that resumes); under DDP an optimizer that ZeRO does not support
+CASES = [("single", name, "single") for name in ("weights", "momentum", "adafactor")]
+CASES += [("ddp x2", "adafactor", "ddp x2"), ("zero2 x2", "weights", "single")]
+CASES += [("zero2 x2", name, "zero2 x2") for name in ("weights", "momentum")]
+QUICK_CASES = len(CASES)
+CASES += [(way, name, way) for way in ("zero3 x2", "fsdp2 x2") for name in ("weights", "momentum")]
+CASES += [("zero3 x2", "weights", "single")]
+
+
+@pytest.mark.parametrize("case", slow_but(CASES, *CASES[:QUICK_CASES]), ids=", ".join)
+def test_averages_and_optimizers(case: tuple[str, str, str]) -> None:
+    source, name, way = case
+    assert_same_run(run(way, name, source), run("single", name), after=SAVED_AT)
+
+
+def test_the_average_is_evaluated_and_saved() -> None:
+    """Compared with the average of the weights in the checkpoints of steps 1 to 3."""
+    every = ["--max_steps", 3, "--eval_every", 3, "--checkpoint_every", 1, "--keep_checkpoints", 9]
+    words = [*JOBS["weights"].words, *every]
+    folder = runs("single").run("weights of each step", "recipes.cls", words)
+    files = [folder / f"checkpoints/step-{step:08d}/weights.safetensors" for step in (1, 2, 3)]
+    average, second, third = map(load_file, files)
+    saved = load_file(folder / "model" / "model.safetensors")
+    for name in average:
+        for step, weights in ((2, second), (3, third)):
+            decay = min(0.6, (1 + step) / (10 + step))
+            average[name] = torch.lerp(average[name], weights[name], 1 - decay)
+        torch.testing.assert_close(saved[name], average[name], rtol=1e-6, atol=1e-7)
+    head = "classifier.weight"
+    assert not torch.equal(saved[head], third[head])

@@ -1,5 +1,5 @@
 """The programs of the docs run, and give what the pages say: docs/migrating.md, docs/data.md (Questions often asked),
-docs/run-folder.md, docs/titles.md, docs/first-labels.md; every cell of examples/first_steps.ipynb."""
+docs/run-folder.md, docs/first-labels.md; every cell of examples/first_steps.ipynb."""
 
 import json
 import re
@@ -17,7 +17,6 @@ from tests import inputs
 from tests.report.made import classifier
 from tests.runs import ROOT, WAYS, fork, free_port, lines_of, start, train
 from toolkit.data.labels import Labels
-from toolkit.features.titles import rouge
 
 VALIDATION = 101
 
@@ -85,20 +84,6 @@ def test_what_words_add_to_an_answer_adds_up(
     assert abs(difference) > 0.01
     assert names["values"].sum().item() == pytest.approx(difference, rel=2e-2, abs=2e-3)
     assert len(capsys.readouterr().out.splitlines()) == names["ids"].shape[1]
-
-
-@pytest.mark.parametrize("page", ["titles.md", "titles.zh.md"])
-def test_the_two_scores_of_rouge_chinese(page: str) -> None:
-    import jieba
-
-    rouge_chinese = pytest.importorskip("rouge_chinese")
-    pair = ("今天，天气好，心情好，一切都好。", "今天天气很好，一切都好！")
-    words = [" ".join(jieba.cut(text)) for text in pair]
-    theirs = [each["f"] for each in rouge_chinese.Rouge().get_scores(*words)[0].values()]
-    (scores,) = rouge.scores(pair[:1], pair[1:], "jieba")
-    text = page_of(page).partition("Rouge(exclusive=False)")[2]
-    figures = re.findall(r"0\.\d{3}", text)[:6]
-    assert figures == [f"{value:.3f}" for value in (*theirs, *scores.values())]
 
 
 @pytest.mark.parametrize("page", ["first-labels.md", "first-labels.zh.md"])

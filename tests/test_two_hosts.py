@@ -1,8 +1,10 @@
 """Promises on two hosts (network namespaces): every way to start gives the results of one process, with two ranks and
 with sixteen; a machine that is missing, double or different is an error on both; whatever happens to one of them ends
-the run on both within a minute, with one line that names it."""
+the run on both within a minute, with one line that names it. They need not share the disk of --output_dir: checkpoints
+are on the first one's only."""
 
 import json
+import shutil
 import signal
 import sys
 import time
@@ -13,13 +15,23 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.hosts import ADDRESSES, NAMES, TwoHosts
+from tests.failing_worker import STEPS
+from tests.hosts import ADDRESSES, HOSTS, NAMES, TwoHosts
 from tests.matrix import REVIEWS, runs
-from tests.runs import ROOT, Finished, Process, assert_same_run, slow_but, wait_for_steps
+from tests.runs import (
+    ROOT,
+    Finished,
+    Process,
+    assert_same_run,
+    slow_but,
+    start,
+    train,
+    wait_for_steps,
+)
+from toolkit.checkpoint import folder as folders
 
 pytestmark = pytest.mark.namespaces
 
-HOSTS = ("a", "b")
 TWO_NODE = "accelerate_configs/2node.yaml"
 FIRST = ["--main_process_ip", ADDRESSES["a"]]
 # A run with both hosts up takes about 20 s on two free cores.
@@ -279,3 +291,48 @@ def test_sigterm_of_accelerate_launch_stops_both(hosts: TwoHosts, tmp_path: Path
     assert done["a"].code != 0
     assert "stopped by SIGTERM after step" in done["a"].err
     assert not hosts.processes("b")
+
+
+EIGHT = [*SETTINGS, *"--max_steps 8 --checkpoint_every 2 --eval_every 99".split()]
+
+
+@pytest.mark.parametrize("name", slow_but(["2node_zero2", "2node", "2node_zero3"], "2node_zero2"))
+def test_disks_that_are_not_shared(name: str, hosts: TwoHosts, tmp_path: Path) -> None:
+    """Host B is killed after step 4 and comes back with an empty disk; then one process on the first host converts and
+    resumes."""
+    disk, disk_of_b = tmp_path / "out", tmp_path / "out-of-b"
+    disk.mkdir()
+    disk_of_b.mkdir()
+    run = disk / "run"
+    words = [
+        "--config_file",
+        f"accelerate_configs/{name}.yaml",
+        *FIRST,
+        *EIGHT,
+        "--output_dir",
+        run,
+    ]
+
+    def start_both(*script: str) -> dict[str, Any]:
+        command = ["accelerate", "launch", *script, *words]
+        return hosts.start_both(on_both(*command), binds={"b": {disk: disk_of_b}})
+
+    started = start_both("tests/failing_worker.py", "stands still", "1")  # which takes no fifth
+    wait_for_steps(run, STEPS, started.values(), SECONDS)
+    for process in hosts.processes("b"):
+        process.kill()
+    error_of(hosts.finish_both(started, SECONDS)["a"], "hostB")
+    assert folders.readable(run / "checkpoints")
+    shutil.rmtree(disk_of_b / "run", ignore_errors=True)
+
+    done = hosts.finish_both(start_both("recipes/cls.py"), SECONDS)
+    done["b"].succeeded()
+    assert "resuming from" in done["a"].succeeded().err
+    assert_same_run(run, runs("single").run("two disks", "recipes.cls", EIGHT))
+    saved = {"step-00000006", "step-00000008", "best", "last"}
+    assert {path.name for path in (run / "checkpoints").iterdir()} == saved
+    assert list((disk_of_b / "run" / "checkpoints").glob("*")) == []
+
+    start(["toolkit", "convert", run, disk / "model"]).succeeded()
+    message = train(*EIGHT, "--max_steps", "10", "--output_dir", run)
+    assert f"resuming from {run / 'checkpoints' / 'step-00000008'}: step 8 of 10" in message

@@ -55,12 +55,9 @@ def test_the_same_rows_in_every_form(tmp_path: Path, name: str, content: str, op
     assert rows_of(tmp_path / name, content, **options).to_list() == ROWS
 
 
-def test_numbers_that_are_names_of_columns(tmp_path: Path) -> None:
+def test_names_that_are_numbers_and_labels_that_are_several(tmp_path: Path) -> None:
     for header in (",0,1", "text,0,1"):
         assert len(rows_of(tmp_path / "a.csv", f"{header}\n0,a,1\n1,b,0\n")) == 2
-
-
-def test_several_labels_of_fasttext_are_lists(tmp_path: Path) -> None:
     rows = rows_of(tmp_path / "a.txt", "a\n__label__x b\n__label__x __label__y c\n" * 9)
     assert list(rows["label"][:3]) == [[], ["x"], ["x", "y"]]
 

@@ -54,9 +54,6 @@ def test_classes_that_are_no_joins(notes_on: Notes, cells: list[str]) -> None:
 @pytest.mark.parametrize("name", "- -- ? UNKNOWN unk nan None N/A null 无 未知 不详 -100".split())
 def test_classes_that_may_be_no_label(notes_on: Notes, name: str) -> None:
     assert f"if class {name!r} means that a row has no label" in notes_on(["a", "b", name] * 2)
-
-
-def test_ordinary_classes_are_not_asked_about(notes_on: Notes) -> None:
     ordinary = ["-1", "0", "1", "neutral", "无聊", "a-b", "nano"]
     assert "if class" not in notes_on(ordinary * 2)
     assert "if class '-1' means that a row has no label" in notes_on([-1, 0, 1, 2] * 2)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.conftest import MODEL
 from tests.faults import refusal
-from tests.prepared import MODEL
 from toolkit.config import TaskSettings, TextSettings, build
 from toolkit.data.columns import find_texts
 from toolkit.data.prepare import Data

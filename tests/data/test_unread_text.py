@@ -61,11 +61,9 @@ def test_words_that_the_model_cannot_read(text: str, model: Path, tmp_path: Path
     assert len(lines) == bool(says)
     assert all(part in lines[0] for part in ["100 % of the texts", *says] if says)
     assert ("reads" in "".join(lines)) == ("--do_lower_case true reads 100 %" in says)
-
-
-def test_texts_in_another_language_are_an_error(model: Path, tmp_path: Path) -> None:
-    text = "совсем другой язык и ничего больше "
-    refusal(prepared, model, tmp_path, text, says=["совсем", "--model_name_or_path"])
+    another_language = "совсем другой язык и ничего больше "
+    says = ["совсем", "--model_name_or_path"]
+    refusal(prepared, model, tmp_path, another_language, says=says)
 
 
 def test_lower_case_for_whoever_loads_the_model(model: Path, tmp_path: Path) -> None:

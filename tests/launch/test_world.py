@@ -3,8 +3,6 @@ process has its cores and its GPU; all compute in the precision that this hardwa
 
 import json
 import os
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +11,11 @@ import pytest
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.commands.config import config_args
-from torch.distributed import HashStore
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from tests.faults import refusal
 from tests.runs import CONFIGS, fork, free_port, start
-from toolkit.errors import UserError
-from toolkit.launch import environment, precision, ranks, strategy, world
+from toolkit.launch import environment, precision, strategy, world
 from toolkit.launch.environment import MARKER, Place
 from toolkit.launch.strategy import requested_processes
 from toolkit.launch.world import verify_world
@@ -112,25 +108,6 @@ def test_cores_per_process(monkeypatch: Any) -> None:
     os.environ["SLURM_CPUS_PER_TASK"] = "8"
     assert world._cores_per_process(by_srun) == 8
     assert world._cores_per_process(by_torchrun) == 2
-
-
-def test_require_equal(monkeypatch: Any) -> None:
-    """Of three ranks that share a store, in threads."""
-    store, state, faults = HashStore(), threading.local(), []
-    monkeypatch.setattr(ranks, "exit_state", state)
-
-    def compare(rank: int, seed: int) -> None:
-        state.world = ranks.World(Place("torchrun", rank, 3, rank, 3), store)
-        try:
-            ranks.require_equal("the data", {"labels": ("a", "b")})
-            ranks.require_equal("the settings", {"seed": seed})
-        except UserError as error:
-            faults.append(str(error))
-
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(compare, range(3), [1, 2, 1]))
-    words = "the settings are not the same everywhere: seed is 1 on rank 0 and 2 on rank 1"
-    assert [words in fault for fault in faults] == [True] * 3
 
 
 def test_more_processes_than_gpus() -> None:
