@@ -155,11 +155,12 @@ def write_jsonl(path: Path, rows: Iterable[object]) -> Path:
     return path
 
 
-def write_rows(path: Path, kind: str, count: int = 61) -> Path:
-    """Short texts of uneven length, with labels computed from the words."""
+@made_once("rows.jsonl")
+def labelled(folder: Path, kind: str, part: str) -> None:
+    """Short texts of uneven length, with labels computed from the words, as a JSONL file."""
     generator = random.Random(5)
     rows = []
-    for _ in range(count):
+    for _ in range({"train": 61, "test": 23}[part]):
         words = generator.choices(_LABEL_WORDS, k=generator.randint(1, 25))
         labels: dict[str, dict[str, object]] = {
             "six classes": {"label": f"class {len(words) % 6 * 2}"},
@@ -168,20 +169,14 @@ def write_rows(path: Path, kind: str, count: int = 61) -> Path:
             "several numbers": {"length": len(words) / 10, "good": 2 + words.count("good") / 4},
         }
         rows.append({"text": " ".join(words), **labels[kind]})
-    return write_jsonl(path, rows)
-
-
-@made_once("rows.jsonl")
-def labelled(folder: Path, kind: str, part: str) -> None:
-    """Rows of `write_rows` as a JSONL file: 61 to train on, 23 to test."""
-    write_rows(folder / "rows.jsonl", kind, {"train": 61, "test": 23}[part])
+    write_jsonl(folder / "rows.jsonl", rows)
 
 
 @made_once("rows.csv")
 def long_split(folder: Path, name: str) -> None:
     """`train` or `validation`: 48 and 12 real film reviews with `neg` and `pos` labels as CSV files, whose rows are
-    known by their places. In the tiny model's tokens a third of them are too short for BigBird's sparse pattern (up to 704
-    tokens) and the others are not (800 to 1500)."""
+    known by their places. In the tiny model's tokens a third of them are too short for BigBird's sparse pattern (up to
+    704 tokens) and the others are not (800 to 1500)."""
     from transformers import AutoTokenizer
 
     tokenizer, table = AutoTokenizer.from_pretrained(tiny_model()), _demo("imdb", 300)
@@ -196,8 +191,8 @@ def long_split(folder: Path, name: str) -> None:
 @made_once("rows.jsonl")
 def titles(folder: Path, name: str) -> None:
     """`train` or `validation`: the beginnings of 48 and 12 real news articles (478 to 1205 tokens of the tiny model)
-    with the first 1 to 7 words of their titles, as JSONL files. Most titles end in words of the tiny model's vocabulary, so
-    that ROUGE is not 0; some are very short."""
+    with the first 1 to 7 words of their titles, as JSONL files. Most titles end in words of the tiny model's
+    vocabulary, so that ROUGE is not 0; some are very short."""
     ends = (" the film and the story", " very good price", " not a dull room", " fine")
     rows = []
     for place, row in enumerate(_demo("bbc", 60)):

@@ -104,24 +104,6 @@ def test_an_error_names_the_form(
     assert re.search(says, refusal(rows_of, tmp_path / name, content, **options))
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "advice"),
-    [
-        ("a.csv", "2.5\n3.5\n", "if the first line is a row, pass --column_names"),
-        ("a.txt", "a::1\nb::2\n", "pass --delimiter '::'"),
-        ("a.txt", "a\nb\n", ""),
-        ("a.jsonl", LINES, ""),
-    ],
-)
-def test_advice_for_a_column_that_is_unclear(
-    tmp_path: Path, name: str, content: str, advice: str
-) -> None:
-    rows_of(tmp_path / name, content)
-    table = read_file(str(tmp_path / name), TextSettings())
-    fault = refusal(require_columns, table, None, "other", ("other",))
-    assert fault.endswith(advice or "with --other")
-
-
 def test_bad_bytes_are_replaced_when_asked(tmp_path: Path) -> None:
     content = "text\n" + "很好\n" * 20
     encoded = content.encode("gb18030") + b"\xba\n"
