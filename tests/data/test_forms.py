@@ -33,9 +33,8 @@ def rows_of(path: Path, content: str | bytes, **options: Any) -> Any:
     return read_file(str(path), TextSettings(**options)).rows
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "options"),
-    [
+def test_the_same_rows_in_every_form(tmp_path: Path) -> None:
+    for name, content, options in (
         ("a.txt", "a, b_!_x\nc_!_y\n", {"delimiter": "_!_", **BOTH}),
         ("a.csv", "text || label\na, b || x\nc || y\n", {"delimiter": " || "}),
         ("a.tsv", "text，label\na, b，x\nc，y\n", {"delimiter": "，"}),
@@ -49,10 +48,8 @@ def rows_of(path: Path, content: str | bytes, **options: Any) -> Any:
         ("a.json", json.dumps({"train": ROWS}), {}),
         ("a.json", json.dumps({"version": 1, "data": ROWS}), {}),
         ("a.json", json.dumps({"RECORDS": ROWS}), {}),
-    ],
-)
-def test_the_same_rows_in_every_form(tmp_path: Path, name: str, content: str, options: Any) -> None:
-    assert rows_of(tmp_path / name, content, **options).to_list() == ROWS
+    ):
+        assert rows_of(tmp_path / name, content, **options).to_list() == ROWS
 
 
 def test_names_that_are_numbers_and_labels_that_are_several(tmp_path: Path) -> None:
@@ -82,9 +79,8 @@ def test_a_folder_for_each_class(tmp_path: Path) -> None:
     assert fault == f"{path}, line 1: not utf-8: pass --encoding gb18030"
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "options", "says"),
-    [
+def test_an_error_names_the_form(tmp_path: Path) -> None:
+    for name, content, options, says in (
         ("a.txt", "a\t1\nb\t2\n", {}, "--delimiter tab .*--column_names.*--delimiter none"),
         ("a.tsv", "a\t1\nb\t2\nc\t1\n", {}, "'1' is also the cell of row 2: .*with 2 names"),
         ("a.csv", "text\tlabel\na\t1\n", {}, "'text\\\\tlabel': pass --delimiter tab"),
@@ -96,12 +92,8 @@ def test_a_folder_for_each_class(tmp_path: Path) -> None:
         ("a.json", json.dumps({"train": ROWS, "test": ROWS}), {}, "a file for each list of rows"),
         ("a.json", '{"text": {"0": "a"}, "y": {"0": 1}}', {}, "orient=.records"),
         ("a.xlsx", "PK", {}, "saved as `CSV UTF-8` in Excel"),
-    ],
-)  # fmt: skip
-def test_an_error_names_the_form(
-    tmp_path: Path, name: str, content: str, options: Any, says: str
-) -> None:
-    assert re.search(says, refusal(rows_of, tmp_path / name, content, **options))
+    ):
+        assert re.search(says, refusal(rows_of, tmp_path / name, content, **options))
 
 
 def test_bad_bytes_are_replaced_when_asked(tmp_path: Path) -> None:

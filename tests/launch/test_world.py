@@ -25,22 +25,19 @@ ALONE = Place("python", 0, 1, 0, 1)
 DDP, SINGLE = str(CONFIGS / "ddp.yaml"), str(CONFIGS / "single.yaml")
 
 
-@pytest.mark.parametrize(
-    ("default", "line", "requested"),  # `default`: the user's own config file
-    [
+def test_requested_processes(monkeypatch: Any) -> None:
+    for default, line, requested in (
         (DDP, "python /bin/accelerate launch --num-processes=3 --multi_gpu -m toolkit", 3),
         (DDP, f"python -m accelerate.commands.launch --config_file={SINGLE} cls.py", 1),
         (DDP, f"/bin/accelerate-launch --config_file {SINGLE} --num_processes 5 cls.py", 5),
         # after the script: the script's own
         (DDP, f"python /bin/accelerate launch cls.py --config_file {SINGLE}", 2),
         (DDP, "python launch --num_processes 2 cls.py", 1),
-    ],
-)
-def test_requested_processes(default: str, line: str, requested: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(config_args, "default_config_file", default or "none.yaml")
-    parent = SimpleNamespace(cmdline=line.split)
-    monkeypatch.setattr(environment.psutil, "Process", lambda _: parent)
-    assert requested_processes(ALONE)[0] == requested
+    ):
+        monkeypatch.setattr(config_args, "default_config_file", default or "none.yaml")
+        parent = SimpleNamespace(cmdline=line.split)
+        monkeypatch.setattr(environment.psutil, "Process", {os.getppid(): parent}.get)
+        assert requested_processes(ALONE)[0] == requested
 
 
 def test_wrong_world_size(accelerator: Accelerator, monkeypatch: Any) -> None:

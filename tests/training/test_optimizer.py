@@ -78,17 +78,14 @@ def test_norms_are_recognized_by_name_and_frozen_parameters_left_out() -> None:
 
 
 # others, and their arguments: tests/test_sameness.py
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_an_optimizer_that_cannot_be_made() -> None:
+    for options, message in (
         ({"optimizer": "adamm"}, r"adamw\?.* adamw, adafactor, sgd"),
         ({"optimizer_args": "lr=1e-3"}, "--learning_rate"),
         ({"optimizer_args": "eps=f(1)"}, "write momentum=0.9"),
         ({"optimizer_args": "0.9"}, "each argument needs a name"),
-    ],
-)
-def test_an_optimizer_that_cannot_be_made(options: dict[str, Any], message: str) -> None:
-    refusal(make_optimizer, tiny("bert"), TrainingSettings(**options), match=message)
+    ):
+        refusal(make_optimizer, tiny("bert"), TrainingSettings(**options), match=message)
 
 
 def accelerator_with(config: Any = None, stage: int = 2, is_fsdp2: bool = False) -> Any:
@@ -125,17 +122,14 @@ def test_the_settings_win_over_the_deepspeed_config(value: Any, capsys: Any) -> 
     assert ("train_batch_size" in line) == (value == 64)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
+def test_a_deepspeed_config_that_no_run_can_use() -> None:
+    for config in (
         {"optimizer": {"type": "AdamW"}},
         {"scheduler": {"type": "WarmupLR"}},
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
         {"zero_optimization": {"stage": 0}},
-    ],
-)
-def test_a_deepspeed_config_that_no_run_can_use(config: dict[str, Any]) -> None:
-    refusal(_refuse_unusable, {**AUTO, **config}, says=["the DeepSpeed config"])
+    ):
+        refusal(_refuse_unusable, {**AUTO, **config}, says=["the DeepSpeed config"])
 
 
 LAYERS = {"bert": "BertLayer", "roberta": "RobertaLayer", "electra": "ElectraLayer", "albert": "AlbertLayerGroup",
@@ -150,25 +144,23 @@ def test_fsdp_gathers_layer_by_layer(model_type: str) -> None:
     assert plugin.transformer_cls_names_to_wrap == [LAYERS[model_type]]
 
 
-@pytest.mark.parametrize(
-    ("options", "steps_per_epoch", "evaluations"),
-    [
+def test_steps_and_evaluations() -> None:
+    """Of a hundred samples; the last step is evaluated."""
+    for options, steps_per_epoch, evaluations in (
         ({}, 4, [4, 8, 12]),
         ({"num_train_epochs": 0.3}, 4, [2]),
         ({"max_steps": 7, "num_train_epochs": 1}, 4, [4, 7]),
         ({"global_batch_size": 1000}, 1, [1, 2, 3]),
         ({"eval_every": 5}, 4, [5, 10, 12]),
-    ],
-)
-def test_steps_and_evaluations(
-    options: dict[str, Any], steps_per_epoch: int, evaluations: list[int]
-) -> None:
-    """Of a hundred samples; the last step is evaluated."""
-    schedule = make_schedule(TrainingSettings(**options), of_lengths(np.full(100, 8)))
-    assert (schedule.steps_per_epoch, schedule.total_steps) == (steps_per_epoch, evaluations[-1])
-    run: Any = SimpleNamespace(schedule=schedule)
-    numbers = range(1, schedule.total_steps + 1)
-    assert [n for n in numbers if Step(run, n, np.zeros(0), [], 1).evaluates] == evaluations
+    ):
+        schedule = make_schedule(TrainingSettings(**options), of_lengths(np.full(100, 8)))
+        assert (schedule.steps_per_epoch, schedule.total_steps) == (
+            steps_per_epoch,
+            evaluations[-1],
+        )
+        run: Any = SimpleNamespace(schedule=schedule)
+        numbers = range(1, schedule.total_steps + 1)
+        assert [n for n in numbers if Step(run, n, np.zeros(0), [], 1).evaluates] == evaluations
 
 
 def test_a_text_longer_than_any_batch() -> None:
