@@ -93,21 +93,18 @@ def test_wrong_values_name_the_setting(yaml_file: YamlFile, text: str) -> None:
     refusal(parse, TaskSettings, [word], match=f"--{name} ")
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
+def test_files_that_are_not_settings(yaml_file: YamlFile) -> None:
+    for text, says in (
         ("- a\n", "name: value"),
         ("seed: 1\nseed: 2\n", "seed is given twice"),
         ("a: [\n", "not valid YAML"),
         ("data:\n  train_file: a.csv\n", "data"),
-    ],
-)
-def test_files_that_are_not_settings(yaml_file: YamlFile, text: str, says: str) -> None:
-    path = yaml_file(text)
-    refusal(parse, TaskSettings, [path], says=[says, path])
-    for name in "no.yaml", "my.csv":
-        refusal(parse, TaskSettings, [name], says=[name])
-    refusal(parse, TaskSettings, ["--seed", "3", path], says=[f"{path!r} is not a setting"])
+    ):
+        path = yaml_file(text)
+        refusal(parse, TaskSettings, [path], says=[says, path])
+        for name in "no.yaml", "my.csv":
+            refusal(parse, TaskSettings, [name], says=[name])
+        refusal(parse, TaskSettings, ["--seed", "3", path], says=[f"{path!r} is not a setting"])
 
 
 def test_contradictions_name_both_settings() -> None:

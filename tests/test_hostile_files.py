@@ -89,17 +89,14 @@ def test_a_recipe_imports_what_lies_beside_it(tmp_path: Path) -> None:
     assert done.out.split() == ["5", "5"]
 
 
-@pytest.mark.parametrize("command", ["predict", "evaluate"])
-def test_a_token_without_a_row_in_the_model(command: str, model: Path, tmp_path: Path) -> None:
+def test_a_token_without_a_row_in_the_model(model: Path, tmp_path: Path) -> None:
     file = model / "tokenizer.json"
     tokenizer = json.loads(file.read_text(encoding="utf-8"))
     added = {**tokenizer["added_tokens"][-1], "id": 99_999, "content": "zzfilm"}
     tokenizer["added_tokens"].append(added)
     file.write_text(json.dumps(tokenizer), encoding="utf-8")
-    words = ["toolkit", command, model, tmp_path / "rows.csv"]
-    if command == "evaluate":
-        words += ["--output_dir", tmp_path / "out"]
-    start(words).says_in_one_line("the tokenizer has a token")
+    predict = ["toolkit", "predict", model, tmp_path / "rows.csv"]
+    start(predict).says_in_one_line("the tokenizer has a token")
 
 
 def test_characters_that_cannot_be_shown_or_are_none(model: Path) -> None:
@@ -159,12 +156,10 @@ def test_a_config_whose_predictions_name_no_class(model: Path) -> None:
         (model / "config.json").write_text(config, encoding="utf-8")
         edit_json(model / "config.json", **changes)
         refusal(SavedModel, str(model), says=[str(model), says])
-
-
-@pytest.mark.parametrize("key", ["label", "prediction"])
-def test_predictions_that_name_no_class(key: str) -> None:
-    lines = [{"id": 0, "label": "neg", "prediction": "pos", key: "zzz"}]
-    refusal(scores_of, lines, LABELS.problem_type, LABELS.names, says=["predictions.jsonl", "zzz"])
+    for key in ("label", "prediction"):
+        lines = [{"id": 0, "label": "neg", "prediction": "pos", key: "zzz"}]
+        says = ["predictions.jsonl", "zzz"]
+        refusal(scores_of, lines, LABELS.problem_type, LABELS.names, says=says)
 
 
 NAMES = {str(place): f"n{place}" for place in range(999)}

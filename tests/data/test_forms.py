@@ -114,29 +114,24 @@ TRAINED = TextSettings(
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "fits"),
-    [
+def test_a_file_is_read_as_in_training_where_it_has_that_form(tmp_path: Path) -> None:
+    for name, content, fits in (
         ("a.txt", "很\t1\n".encode("gb18030"), {"encoding", "delimiter", "column_names"}),
         ("a.txt", "很\t1\n".encode(), {"delimiter", "column_names"}),
         ("a.txt", b"y\ttext\n1\tb\n", {"delimiter"}),  # a header
         ("a.txt", b"a text a line\n", set()),
         ("a.csv", b"a\t1\n", set()),
-    ],
-)
-def test_a_file_is_read_as_in_training_where_it_has_that_form(
-    tmp_path: Path, name: str, content: bytes, fits: set[str]
-) -> None:
-    save_columns(tmp_path / "model", text_column="text", **remembered_settings(TRAINED))
-    path = tmp_path / name
-    path.write_bytes(content)
-    fitting = fitting_settings(str(tmp_path / "model"), str(path), None)
-    assert set(fitting) == fits
-    assert remembered_settings(TextSettings(train_file="a.csv")) == {}
-    options = dict.fromkeys(("encoding", "encoding_errors", "quoting", "column_names"))
-    given = Namespace(**options, delimiter=";")
-    settings = reading_settings(given, **fitting)
-    assert (settings.delimiter, settings.encoding == "gb18030") == (";", "encoding" in fits)
+    ):
+        save_columns(tmp_path / "model", text_column="text", **remembered_settings(TRAINED))
+        path = tmp_path / name
+        path.write_bytes(content)
+        fitting = fitting_settings(str(tmp_path / "model"), str(path), None)
+        assert set(fitting) == fits
+        assert remembered_settings(TextSettings(train_file="a.csv")) == {}
+        options = dict.fromkeys(("encoding", "encoding_errors", "quoting", "column_names"))
+        given = Namespace(**options, delimiter=";")
+        settings = reading_settings(given, **fitting)
+        assert (settings.delimiter, settings.encoding == "gb18030") == (";", "encoding" in fits)
 
 
 def test_reading_that_a_stranger_has_written_into_a_model(tmp_path: Path) -> None:

@@ -71,26 +71,23 @@ def test_environments_with_or_without_a_group() -> None:
 ONE_NODE = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
 
 
-@pytest.mark.parametrize(
-    ("task", "other"),
-    [
+def test_a_port_for_each_job() -> None:
+    """The same in all of its tasks; an address and a port that are set stay."""
+    for task, other in (
         (SRUN | {"MASTER_ADDR": "gpu03"}, {"SLURM_STEP_ID": "1"}),
         (SRUN | ONE_NODE, {"SLURM_STEP_ID": "1"}),
         (SRUN | OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "2"}, {"PMIX_NAMESPACE": "prterun-2@1"}),
-    ],
-)
-def test_a_port_for_each_job(task: dict[str, str], other: dict[str, str]) -> None:
-    """The same in all of its tasks; an address and a port that are set stay."""
-    ports = []
-    for changes in ({}, {"SLURM_PROCID": "3"}, other):
-        env = task | changes
-        assert set_torch_variables(env).is_local == (env["MASTER_ADDR"] == "127.0.0.1")
-        assert 20000 <= int(env["MASTER_PORT"]) < 32000
-        ports.append(env["MASTER_PORT"])
-    assert ports[0] == ports[1] != ports[2]
-    env = task | {"MASTER_ADDR": "first", "MASTER_PORT": "12345"}
-    set_torch_variables(env)
-    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("first", "12345")
+    ):
+        ports = []
+        for changes in ({}, {"SLURM_PROCID": "3"}, other):
+            env = task | changes
+            assert set_torch_variables(env).is_local == (env["MASTER_ADDR"] == "127.0.0.1")
+            assert 20000 <= int(env["MASTER_PORT"]) < 32000
+            ports.append(env["MASTER_PORT"])
+        assert ports[0] == ports[1] != ports[2]
+        env = task | {"MASTER_ADDR": "first", "MASTER_PORT": "12345"}
+        set_torch_variables(env)
+        assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("first", "12345")
 
 
 def test_invalid_or_incomplete_variables() -> None:

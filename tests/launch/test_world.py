@@ -118,12 +118,11 @@ def test_more_processes_than_gpus() -> None:
 XEON, AMD = "Intel(R) Xeon(R) Platinum 8481C", "AMD EPYC 9B14"
 
 
-@pytest.mark.parametrize(
-    ("capability", "chosen"), [((8, 0), "bf16"), ((7, 5), "fp16"), ((7, 0), "fp16"), ((6, 1), "no")]
-)
-def test_a_gpu(capability: tuple[int, int], chosen: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert precision.auto_precision("cuda") == chosen
+def test_a_gpu(monkeypatch: Any) -> None:
+    table = {(8, 0): "bf16", (7, 5): "fp16", (7, 0): "fp16", (6, 1): "no"}
+    for capability, chosen in table.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda each=capability: each)
+        assert precision.auto_precision("cuda") == chosen
 
 
 @pytest.mark.parametrize(

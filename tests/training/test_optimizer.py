@@ -1,5 +1,5 @@
 """toolkit/training/{optimizer,prepare,schedule}.py: parameter groups, optimizers, the config of each strategy, numbers
-of steps, evaluations; `--torch_compile`: equal numbers and names, few graphs, an error where it does not help."""
+of steps, evaluations; `--torch_compile`: equal numbers and names, an error where it does not help."""
 
 import re
 from functools import partial
@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification as Classifier
 
 from tests.faults import refusal
 from tests.matrix import REVIEWS, runs
-from tests.models.test_classifier import FAMILIES, SIZES, load
+from tests.models.test_classifier import FAMILIES, SIZES
 from tests.runs import losses_of
 from tests.splits import of_lengths
 from toolkit.config import TrainingSettings
@@ -183,34 +183,6 @@ def test_a_scheduler_is_one_of_the_prepared_optimizer() -> None:
 
 WORDS = [*REVIEWS, *"--learning_rate 3e-3 --lr_scheduler_type constant --eval_every 4".split()]
 WORDS += ["--per_device_batch_size", 5, "--global_batch_size", 22]
-SHAPES = [(3, 9), (4, 17), (2, 40), (1, 9), (5, 131), (3, 8), (3, 33), (7, 21)]
-
-
-@pytest.mark.slow
-def test_layers_are_compiled_in_place_for_any_length(tiny_model: Path, monkeypatch: Any) -> None:
-    compile_it = torch.nn.Module.compile  # a C++ compiler takes minutes
-    monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda part, **how: compile_it(part, backend="aot_eager", **how)
-    )
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    plain, compiled = (load(tiny_model, dropout=0) for _ in range(2))
-    compile_layers(accelerator_with(), compiled)
-    assert list(compiled.state_dict()) == list(plain.state_dict())
-    for step, shape in enumerate(SHAPES):
-        ids = torch.randint(5, 127, shape, generator=torch.Generator().manual_seed(step))
-        inputs = {"input_ids": ids}
-        if step % 2:
-            inputs["attention_mask"] = (ids % 9 > 0).long()
-        for training in (True, False):
-            with torch.set_grad_enabled(training):
-                theirs, ours = (each.train(training)(**inputs).logits for each in (plain, compiled))
-            torch.testing.assert_close(ours, theirs)
-            if training:
-                ours.sum().backward()
-    # two kinds of layers x training or not x a mask or none x several texts or one
-    assert 2 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 16
-    torch._dynamo.reset()
 
 
 def test_unsuitable_models_and_strategies() -> None:
