@@ -2,7 +2,6 @@
 processes, with each technique, to 1e-5 of one process. tests/test_oracle.py shows that one process is right."""
 
 import itertools
-import re
 from pathlib import Path
 from typing import Any
 
@@ -122,17 +121,6 @@ def probabilities(model: torch.nn.Module, run: Path) -> tuple[torch.Tensor, torc
     with torch.no_grad():
         logits = model.eval()(**encoded).logits
     return logits.softmax(-1), torch.tensor([line["probabilities"] for line in lines])
-
-
-def test_what_lora_saves() -> None:
-    """Only what LoRA trained differs from the base model."""
-    run = runs("single")["lora best step"]
-    assert [path.name for path in run.glob(".*")] == [".lock"]  # no drafts
-    before = load_file(inputs.tiny_model() / "model.safetensors")
-    after = load_file(run / "model" / "model.safetensors")
-    changed = {name for name in before if not torch.equal(before[name], after[f"bert.{name}"])}
-    assert changed == {name for name in before if re.search(r"(query|dense)\.weight$", name)}
-    assert "lora_r" in (run / "model" / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("way", ["single", FSDP2])

@@ -138,6 +138,8 @@ def test_what_changes_the_data_changes_the_folder(prepared: Prepare, tiny_model:
                "max_train_samples": 9, "max_eval_samples": 1, "tokenizer": tokenizer}  # fmt: skip
     digests = [prepared(rows, **{name: value}).digest for name, value in changes.items()]
     digests.append(prepared(rows, text_column="text,other").digest)
+    for how in ({}, {"quoting": "none"}):
+        digests.append(prepared(rows, train_name="rows.csv", **how).digest)
     digests.append(prepared([rows[0] | {"text": "another film"}, *rows[1:]]).digest)
     digests.append(prepared(rows).digest)
     assert len(set(digests)) == len(digests)

@@ -177,14 +177,6 @@ def test_a_pattern_reads_its_files_in_natural_order(write_rows: WriteRows, tmp_p
     refusal(lambda: read_file(pattern).rows, says=says)
 
 
-def test_the_digest_changes_with_the_content_and_how_it_is_read(write_rows: WriteRows) -> None:
-    path = write_rows("a.csv", ROWS)
-    digest = read_file(path).digest
-    assert digest == read_file(write_rows("elsewhere.csv", ROWS)).digest
-    assert digest != read_file(path, quoting="none").digest
-    assert digest != read_file(write_rows("b.csv", ROWS[:-1])).digest
-
-
 def test_a_folder_is_read_again_when_its_content_changes(tmp_path: Path) -> None:
     digests = set()
     path = tmp_path / "data" / "train.jsonl"

@@ -71,12 +71,8 @@ def boards(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Board]]:
     members = [Board(store, NAMES, me, timeout=60) for me, store in enumerate((server, *clients))]
     yield members
     for member in members:
-        end_thread(member, monkeypatch)
-
-
-def end_thread(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board, "_exchange", lambda number: True)
-    board._thread.join(5)
+        monkeypatch.setattr(member, "_exchange", lambda number: True)
+        member._thread.join(5)
 
 
 def wait_for(board: Board) -> Failure:
