@@ -166,8 +166,8 @@ class JobError(Exception):
 
 
 class Way:
-    """One way to start a recipe, and the results of its jobs. Its processes are forks of tests/fork_server.py, known by
-    a file in its folder, so that every xdist worker can use them, one at a time."""
+    """One way to start a recipe, and the results of its jobs. Its processes are forks of
+    tests/fork_server.py, which every xdist worker knows by a file and can use, one at a time."""
 
     def __init__(self, name: str) -> None:
         strategy, _, processes = name.partition(" x")

@@ -1,5 +1,5 @@
-"""Files, settings, commands and links that README, docs and workflows name exist; `make docs` makes the site without a
-warning; pinned versions are within their ranges."""
+"""Files, settings, commands and links that README, docs and workflows name exist; `make docs` makes
+the site without a warning; pinned versions are within their ranges."""
 
 import argparse
 import importlib.util
@@ -100,7 +100,7 @@ def test_settings_and_subcommands_exist(page: Path) -> None:
 @pytest.mark.skipif(not importlib.util.find_spec("furo"), reason="the docs extra is not installed")
 @pytest.mark.parametrize("tags", [[], ["-t", "zh"]])
 def test_the_site_has_every_page(tags: list[str], tmp_path: Path) -> None:
-    """Of a link to a page or a heading that does not exist Sphinx warns, and a warning is an error."""
+    """Of a link to what does not exist Sphinx warns, and a warning is an error."""
     build = [sys.executable, *"-m sphinx -q -W --keep-going -c".split(), ROOT / "docs", *tags]
     command = [*build, "-d", tmp_path / "trees", ROOT, tmp_path / "site"]
     start(command, env={"PYTHONPATH": str(ROOT)}).succeeded()

@@ -1,5 +1,5 @@
-"""Files and folders made to harm: no code in them is executed, no address in them is called, and names and faults of a
-model's folder end in one plain line, from every command."""
+"""Files and folders made to harm: no code in them is executed, no address in them is called, and
+names and faults of a model's folder end in one plain line, from every command."""
 
 import csv
 import json

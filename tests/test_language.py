@@ -1,4 +1,4 @@
-"""`--language zh`: a run's lines and pages are Chinese, with the numbers and names of the English ones."""
+"""`--language zh`: a run's lines and pages are Chinese, with the English ones' numbers and names."""
 
 import ast
 import json

@@ -1,5 +1,5 @@
-"""The programs of the docs run, and give what the pages say: docs/migrating.md, docs/data.md (Questions often asked),
-docs/run-folder.md, docs/first-labels.md; every cell of examples/first_steps.ipynb."""
+"""The programs of the docs run, and give what the pages say: docs/migrating.md, data.md (Questions
+often asked), run-folder.md, first-labels.md; every cell of examples/first_steps.ipynb."""
 
 import json
 import re

@@ -1,7 +1,7 @@
-"""Promises on two hosts (network namespaces): every way to start gives the results of one process, with two ranks and
-with sixteen; a machine that is missing, double or different is an error on both; whatever happens to one of them ends
-the run on both within a minute, with one line that names it. They need not share the disk of --output_dir: checkpoints
-are on the first one's only."""
+"""Promises on two hosts (network namespaces): every way to start gives the results of one process,
+with two ranks and with sixteen; a machine that is missing, double or different is an error on both;
+whatever happens to one of them ends the run on both within a minute, with one line that names it;
+they need not share the disk of --output_dir: checkpoints are on the first one's only."""
 
 import json
 import shutil
@@ -298,8 +298,8 @@ EIGHT = [*SETTINGS, *"--max_steps 8 --checkpoint_every 2 --eval_every 99".split(
 
 @pytest.mark.parametrize("name", slow_but(["2node_zero2", "2node", "2node_zero3"], "2node_zero2"))
 def test_disks_that_are_not_shared(name: str, hosts: TwoHosts, tmp_path: Path) -> None:
-    """Host B is killed after step 4 and comes back with an empty disk; then one process on the first host converts and
-    resumes."""
+    """Host B is killed after step 4 and comes back with an empty disk; then one process on the
+    first host converts and resumes."""
     disk, disk_of_b = tmp_path / "out", tmp_path / "out-of-b"
     disk.mkdir()
     disk_of_b.mkdir()

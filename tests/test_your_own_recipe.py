@@ -120,7 +120,7 @@ def test_a_custom_model_is_loaded_as_the_page_says() -> None:
 
 @pytest.mark.parametrize("name", ["second", "second with LoRA"])
 def test_a_second_head_is_loaded_as_the_page_says(name: str) -> None:
-    """The probabilities of both are those of the evaluation, whose topics belong to the rows of the file."""
+    """The probabilities of both are those of the evaluation, whose topics belong to the rows."""
     run = single(name)
     lines = lines_of(run / "predictions.jsonl")
     rows = pd.read_csv(inputs.uneven_reviews()).iloc[[line["id"] for line in lines]]

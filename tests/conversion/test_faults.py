@@ -150,8 +150,8 @@ def test_no_code_of_a_folder_is_executed(name: str, copied: Copy) -> None:
 
 
 def test_not_a_checkpoint(tmp_path: Path) -> None:
-    """Torch's old format and Lightning's with code in them, a pickled model, an empty folder, nothing, a run without
-    checkpoints, whose model is named."""
+    """Torch's old format and Lightning's with code in them, a pickled model, an empty folder,
+    nothing, a run without checkpoints, whose model is named."""
     bomb, state = Bomb(tmp_path / "trace"), {"weight": torch.ones(2)}
     old, lightning, model = (tmp_path / name for name in ("old.pt", "last.ckpt", "whole.pt"))
     torch.save({**state, "bomb": bomb}, old, _use_new_zipfile_serialization=False)

@@ -1,5 +1,5 @@
-"""toolkit/pretrained.py: without a network a hub name fails within seconds, with the alternatives and the environment
-variables that count."""
+"""toolkit/pretrained.py: without a network a hub name fails within seconds, with the alternatives
+and the environment variables that count."""
 
 import time
 from pathlib import Path
