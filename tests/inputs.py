@@ -174,9 +174,9 @@ def labelled(folder: Path, kind: str, part: str) -> None:
 
 @made_once("rows.csv")
 def long_split(folder: Path, name: str) -> None:
-    """`train` or `validation`: 48 and 12 real film reviews with `neg` and `pos` labels as CSV files.
-    In the tiny model's tokens a third of them are too short for BigBird's sparse pattern (up to 704)
-    and the others are not (800 to 1500)."""
+    """`train` or `validation`: 48 and 12 real film reviews with `neg` and `pos` labels as CSV.
+    In the tiny model's tokens a third of them are too short for BigBird's sparse pattern (704), and
+    the others are not (800 to 1500)."""
     from transformers import AutoTokenizer
 
     tokenizer, table = AutoTokenizer.from_pretrained(tiny_model()), _demo("imdb", 300)
@@ -190,8 +190,8 @@ def long_split(folder: Path, name: str) -> None:
 
 @made_once("rows.jsonl")
 def titles(folder: Path, name: str) -> None:
-    """`train` or `validation`: the beginnings of 48 and 12 real news articles (478 to 1205 tokens of
-    the tiny model) with the first 1 to 7 words of their titles, as JSONL files. Most titles end in
+    """`train` or `validation`: the beginnings of 48 and 12 real news articles (478 to 1205 tokens
+    of the tiny model) with the first 1 to 7 words of their titles, as JSONL files. Most titles end in
     words of the tiny model's vocabulary, so that ROUGE is not 0; some are very short."""
     ends = (" the film and the story", " very good price", " not a dull room", " fine")
     rows = []

@@ -1,4 +1,4 @@
-"""`--language zh`: a run's lines and pages are Chinese, with the English ones' numbers and names."""
+"""`--language zh`: a run's lines and pages are Chinese, with the numbers and names of English."""
 
 import ast
 import json

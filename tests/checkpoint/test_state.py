@@ -114,7 +114,7 @@ NAMES = [*zip(MAKERS, MAKERS, strict=True), ("fused", "deepspeed"), ("deepspeed"
 @pytest.mark.parametrize("before", [0, 5])
 @pytest.mark.parametrize("names", NAMES, ids=" -> ".join)
 def test_an_optimizer_resumes(names: tuple[str, str], before: int, tmp_path: Path) -> None:
-    """Exactly; another Adam closely. `before`: steps of the resumed one, whose state is replaced."""
+    """Exactly; another Adam closely. `before`: steps of the resumed one; its state is replaced."""
     live, fresh = started(names[0]), started(names[1], before)
     states.save_state(live, tmp_path / "one", 3)
     load(fresh, tmp_path / "one")

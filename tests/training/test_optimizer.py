@@ -1,5 +1,5 @@
-"""toolkit/training/{optimizer,prepare,schedule}.py: parameter groups, optimizers, the config of each
-strategy, steps and evaluations; `--torch_compile`: equal numbers and names, refused where useless."""
+"""toolkit/training/{optimizer,prepare,schedule}.py: parameter groups, optimizers, the config of
+each strategy, steps and evaluations; `--torch_compile`: equal numbers, refused where useless."""
 
 import re
 from functools import partial
