@@ -191,8 +191,8 @@ def long_split(folder: Path, name: str) -> None:
 @made_once("rows.jsonl")
 def titles(folder: Path, name: str) -> None:
     """`train` or `validation`: the beginnings of 48 and 12 real news articles (478 to 1205 tokens
-    of the tiny model) with the first 1 to 7 words of their titles, as JSONL files. Most titles end in
-    words of the tiny model's vocabulary, so that ROUGE is not 0; some are very short."""
+    of the tiny model) with the first 1 to 7 words of their titles, as JSONL files. Most titles end
+    in words of the tiny model's vocabulary, so that ROUGE is not 0; some are very short."""
     ends = (" the film and the story", " very good price", " not a dull room", " fine")
     rows = []
     for place, row in enumerate(_demo("bbc", 60)):

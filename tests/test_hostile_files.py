@@ -49,8 +49,8 @@ def test_a_data_set_that_names_an_address_is_refused(tmp_path: Path) -> None:
 
 
 _EVIL = "import posix\nposix.close(posix.open({marker!r}, posix.O_CREAT | posix.O_WRONLY))\n"
-SETTINGS = ["--model_name_or_path", ".", "--train_file", "../rows.csv", "--max_steps", "1", "--report_to", "none",
-            "--global_batch_size", "8", "--per_device_batch_size", "4", "--mixed_precision", "no"]  # fmt: skip
+SETTINGS = "--model_name_or_path . --train_file ../rows.csv --max_steps 1 --report_to none".split()
+SETTINGS += "--global_batch_size 8 --per_device_batch_size 4 --mixed_precision no".split()
 RECIPE = [str(ROOT / "recipes" / "cls.py"), *SETTINGS, "--output_dir", "OUT"]
 DDP, ZERO2 = (["--config_file", f"accelerate_configs/{name}.yaml"] for name in ("ddp", "zero2"))
 PREDICT = ["toolkit", "predict", ".", "../rows.csv"]

@@ -1,5 +1,5 @@
 """Texts -> one flat array of tokens per split, mapped from disk; words that a tokenizer cannot
-read, and which part of a long text it reads: said, and the same for whoever loads the saved model."""
+read, and which part of a long text it reads: said, and the same for who loads the saved model."""
 
 import json
 from pathlib import Path
