@@ -8,6 +8,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,7 +41,8 @@ if not log.logger.handlers:  # pytest has handlers of its own, and tests read st
     log.add_handler()
 
 REPOSITORY = Path(__file__).parent.parent
-pytest_plugins = ["tests.hosts", "tests.prepared"]
+MODEL = SimpleNamespace(model_type="bert", max_position_embeddings=131, pad_token_id=0)
+pytest_plugins = ["tests.hosts"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -129,6 +131,25 @@ def write_rows(tmp_path: Path) -> Callable[..., str]:
         return str(path)
 
     return write
+
+
+@pytest.fixture
+def prepared(
+    write_rows: Callable[..., str], tokenizer: Any, toolkit_cache: Path
+) -> Callable[..., Any]:
+    """`prepared(rows, validation_file=rows, seed=3, ...)` -> the data that is made of them."""
+    from toolkit.config import TaskSettings, build
+    from toolkit.data.prepare import prepare_data
+
+    def run(train: list[Any], kind: Any = TaskSettings, **settings: Any) -> Any:
+        model, reader = settings.pop("model", MODEL), settings.pop("tokenizer", tokenizer)
+        name = settings.pop("train_name", "train_file.jsonl")
+        settings["train_file"] = write_rows(name, train)
+        for name in {"validation_file", "test_file"} & set(settings):
+            settings[name] = write_rows(f"{name}.jsonl", settings[name])
+        return prepare_data(build(kind, settings), reader, model)
+
+    return run
 
 
 @pytest.fixture(scope="session")

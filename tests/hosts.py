@@ -95,9 +95,6 @@ class TwoHosts:
         self._started.append(process)
         return process
 
-    def run(self, host: str, command: Any, seconds: float = 60, **options: Any) -> Finished:
-        return self.start(host, command, **options).finish(seconds)
-
     def start_both(self, commands: Mapping[str, Any], **options: Any) -> dict[str, Any]:
         """Starts a command on each host; each of `options` is a mapping by host."""
         started = {}

@@ -155,11 +155,12 @@ def write_jsonl(path: Path, rows: Iterable[object]) -> Path:
     return path
 
 
-def write_rows(path: Path, kind: str, count: int = 61) -> Path:
-    """Short texts of uneven length, with labels computed from the words."""
+@made_once("rows.jsonl")
+def labelled(folder: Path, kind: str, part: str) -> None:
+    """Short texts of uneven length, with labels computed from the words, as a JSONL file."""
     generator = random.Random(5)
     rows = []
-    for _ in range(count):
+    for _ in range({"train": 61, "test": 23}[part]):
         words = generator.choices(_LABEL_WORDS, k=generator.randint(1, 25))
         labels: dict[str, dict[str, object]] = {
             "six classes": {"label": f"class {len(words) % 6 * 2}"},
@@ -168,59 +169,34 @@ def write_rows(path: Path, kind: str, count: int = 61) -> Path:
             "several numbers": {"length": len(words) / 10, "good": 2 + words.count("good") / 4},
         }
         rows.append({"text": " ".join(words), **labels[kind]})
-    return write_jsonl(path, rows)
-
-
-@made_once("rows.jsonl")
-def labelled(folder: Path, kind: str, part: str) -> None:
-    """Rows of `write_rows` as a JSONL file: 61 to train on, 23 to test."""
-    write_rows(folder / "rows.jsonl", kind, {"train": 61, "test": 23}[part])
-
-
-@made_once("long_reviews.csv")
-def long_reviews(folder: Path) -> None:
-    """90 real film reviews with `neg` and `pos` labels, as a CSV file: in the tiny model's tokens 30 of them are too
-    short for BigBird's sparse pattern (up to 704 tokens) and 60 are not (800 to 1500)."""
-    from transformers import AutoTokenizer
-
-    tokenizer, table = AutoTokenizer.from_pretrained(tiny_model()), _demo("imdb", 300)
-    lengths = [len(ids) for ids in tokenizer(list(table["text"]))["input_ids"]]
-    short = [row for row, length in enumerate(lengths) if length <= 704][:30]
-    long = [row for row, length in enumerate(lengths) if 800 <= length <= 1500][:60]
-    assert (len(short), len(long)) == (30, 60)
-    table.select(sorted(short + long)).to_csv(folder / "long_reviews.csv", index=False)
+    write_jsonl(folder / "rows.jsonl", rows)
 
 
 @made_once("rows.csv")
 def long_split(folder: Path, name: str) -> None:
-    """`train` or `validation`: 48 and 12 of `long_reviews` as CSV files, whose rows are known by their places."""
-    import pandas as pd
+    """`train` or `validation`: 48 and 12 real film reviews with `neg` and `pos` labels as CSV.
+    In the tiny model's tokens a third of them are too short for BigBird's sparse pattern (704), and
+    the others are not (800 to 1500)."""
+    from transformers import AutoTokenizer
 
-    table = pd.read_csv(long_reviews()).sample(60, random_state=3)
-    rows = table[:48] if name == "train" else table[48:]
-    rows.to_csv(folder / "rows.csv", index=False)
-
-
-@made_once("articles.jsonl")
-def articles(folder: Path) -> None:
-    """The first 600 to 1500 characters of 60 real news articles with the first 1 to 7 words of their titles, as a
-    JSONL file: 478 to 1205 tokens of the tiny model with 4 to 35 tokens."""
-    rows = []
-    for place, row in enumerate(_demo("bbc", 60)):
-        title = " ".join(row["title"].split()[: 1 + place % 7])
-        rows.append({"text": row["text"][: 600 + 100 * (place % 10)], "title": title})
-    write_jsonl(folder / "articles.jsonl", rows)
+    tokenizer, table = AutoTokenizer.from_pretrained(tiny_model()), _demo("imdb", 300)
+    lengths = [len(ids) for ids in tokenizer(list(table["text"]))["input_ids"]]
+    short = [row for row, length in enumerate(lengths) if length <= 704][:20]
+    long = [row for row, length in enumerate(lengths) if 800 <= length <= 1500][:40]
+    rows = random.Random(3).sample([*short, *long], 60)
+    part = rows[:48] if name == "train" else rows[48:]
+    table.select(part).to_csv(folder / "rows.csv", index=False)
 
 
 @made_once("rows.jsonl")
 def titles(folder: Path, name: str) -> None:
-    """`train` or `validation`: 48 and 12 of `articles` as JSONL files, with titles that end in words of the tiny
-    model's vocabulary, so that ROUGE is not 0; some are very short."""
-    rows = [json.loads(line) for line in articles().read_text(encoding="utf-8").splitlines()]
+    """`train` or `validation`: the beginnings of 48 and 12 real news articles (478 to 1205 tokens
+    of the tiny model) with the first 1 to 7 words of their titles, as JSONL files. Most titles end
+    in words of the tiny model's vocabulary, so that ROUGE is not 0; some are very short."""
     ends = (" the film and the story", " very good price", " not a dull room", " fine")
-    for place, row in enumerate(rows):
-        if place % 6 == 1 and place < 48:
-            row["title"] = row["title"][:2]
-        else:
-            row["title"] += ends[place % 4]
+    rows = []
+    for place, row in enumerate(_demo("bbc", 60)):
+        title = " ".join(row["title"].split()[: 1 + place % 7])
+        title = title[:2] if place % 6 == 1 and place < 48 else title + ends[place % 4]
+        rows.append({"text": row["text"][: 600 + 100 * (place % 10)], "title": title})
     write_jsonl(folder / "rows.jsonl", rows[:48] if name == "train" else rows[48:])

@@ -12,25 +12,22 @@ only, has failed, and the next one gets new processes. A word may be a function,
 that must be made, or for the run of another job.
 """
 
-import contextlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from tests import inputs
 from tests.runs import ROOT, Process, fork, forked, free_port, words_of
 
 WAYS = ("single", "ddp x2", "zero1 x2", "zero2 x2", "zero3 x2", "fsdp2 x2", "ddp x3")
-GROUPS = 2
-"""Groups of processes of a way. The second one starts when two workers have a job for it at the same time."""
 Words = Sequence[Any]
 
 
@@ -160,20 +157,59 @@ for name in ("pairs", "lora recomputed", "two terms", "sampling"):
 _GRACE_SECONDS = 10.0  # for the other ranks, when one has failed
 
 
-class ProcessGroup:
-    """Processes that run one job after another. They are forks of tests/fork_server.py, known by files in the group's
-    folder, so that every xdist worker can use them, one at a time."""
+class JobError(Exception):
+    """A job has failed under a way. `kind`: the exception's class; `message`: its text."""
 
-    def __init__(self, folder: Path, config_file: str | None, processes: int, pages: str) -> None:
-        """`config_file`: of accelerate, None for a process without a launcher. `pages`: names of jobs, by commas, whose
-        run folders get a report and a model card, the slowest parts of a short run."""
-        self._config_file, self._processes, self._pages = config_file, processes, pages
-        folder.mkdir(parents=True, exist_ok=True)
-        self._started = folder / "processes.json"
-        self.lock = FileLock(folder / ".lock")
-        """Held by the worker that uses the group."""
+    def __init__(self, where: str, kind: str, message: str, details: str = "") -> None:
+        super().__init__(f"{where}: {kind}: {message}\n{details}".rstrip())
+        self.kind, self.message = kind, message
 
-    def run(self, job: list[str], reports: Path, seconds: float) -> list[str]:
+
+class Way:
+    """One way to start a recipe, and the results of its jobs. Its processes are forks of
+    tests/fork_server.py, which every xdist worker knows by a file and can use, one at a time."""
+
+    def __init__(self, name: str) -> None:
+        strategy, _, processes = name.partition(" x")
+        file = f"accelerate_configs/{strategy}.yaml"
+        assert (ROOT / file).is_file(), f"there is no {strategy}"
+        self.name, self.processes = name, int(processes or 1)
+        self._config_file = file if processes else ""
+        self._folder = inputs.session_folder() / "matrix" / name
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._started = self._folder / "processes.json"
+        self._lock = FileLock(self._folder / ".lock")
+
+    def __getitem__(self, name: str) -> Path:
+        """The folder of the run of this job. Raises JobError."""
+        return self.run(name, JOBS[name].recipe, JOBS[name].words)
+
+    def run(self, name: str, recipe: Any, words: Words, seconds: float = 240) -> Path:
+        """The folder of this job's run; a name belongs to one job. Raises JobError."""
+        folder, job = self._folder / name, words_of([recipe, *words])
+
+        def make(reports: Path) -> None:
+            shutil.rmtree(folder, ignore_errors=True)  # of a worker that was killed
+            with self._lock:
+                failure = self._run([*job, "--output_dir", str(folder)], reports, seconds)
+            (reports / "result.json").write_text(json.dumps({"job": job, "failure": failure}))
+
+        reports = inputs.shared(self._reports(name), make)
+        result = json.loads((reports / "result.json").read_text())
+        assert result["job"] == job, f"{name} is the name of two jobs"
+        if result["failure"]:
+            raise JobError(f"{name} under {self.name}", *result["failure"])
+        return folder
+
+    def log(self, name: str) -> str:
+        """What rank 0 printed in this job."""
+        file = inputs.shared_folder(self._reports(name)) / "rank0.log"
+        return file.read_text(encoding="utf-8", errors="replace")
+
+    def _reports(self, name: str) -> str:
+        return f"reports of {self.name}, {name}"
+
+    def _run(self, job: list[str], reports: Path, seconds: float) -> list[str]:
         """Runs the `main` of a module, with arguments, on all ranks, which print to the folder `reports`. Returns
         class, text and traceback of the first exception, or nothing. A rank that was killed, or did not end within
         `seconds`, is one, too."""
@@ -185,7 +221,7 @@ class ProcessGroup:
         failures = self._wait(ranks, reports, seconds)
         missing = [rank for rank in range(len(ranks)) if rank not in failures]
         if missing:
-            self.stop(ranks)
+            self._stop(ranks)
             log = reports / f"rank{missing[0]}.log"
             text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
             failures[len(ranks)] = ["Ended", f"ranks {missing} did not end the job", text[-4000:]]
@@ -207,97 +243,35 @@ class ProcessGroup:
                 return found
             time.sleep(0.01)
 
-    def _living(self) -> list[Process] | None:
+    def _living(self) -> list[Process]:
         if not self._started.exists():
-            return None
+            return []
         ranks = [forked(Path(folder), pid) for folder, pid in json.loads(self._started.read_text())]
         if all(process.poll() is None for process in ranks):
             return ranks
-        self.stop(ranks)
-        return None
+        self._stop(ranks)
+        return []
 
     def _start(self) -> list[Process]:
-        count = self._processes
-        script = ["tests/matrix_rank.py"]
-        env = {"TESTS_WITHOUT_PAGES": self._pages, "OMP_NUM_THREADS": "1"}
-        if self._config_file is not None:
+        pages = ",".join(job for job in JOBS if self.name in JOBS[job].pages)
+        script, count = ["tests/matrix_rank.py"], str(self.processes)
+        env = {"TESTS_WITHOUT_PAGES": pages, "OMP_NUM_THREADS": "1"}
+        if self._config_file:
             script.append(self._config_file)
-            env |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
+            env |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
         ranks = []
-        for rank in map(str, range(count)):
+        for rank in map(str, range(self.processes)):
             place = {"RANK": rank, "LOCAL_RANK": rank} if self._config_file else {}
             ranks.append(fork(script, env | place, stdin=True))
         started = [(str(process.folder), process.pid) for process in ranks]
         self._started.write_text(json.dumps(started))
         return ranks
 
-    def stop(self, ranks: list[Process]) -> None:
+    def _stop(self, ranks: list[Process]) -> None:
         for process in ranks:
             process.kill_session()
         self._started.unlink(missing_ok=True)
-
-
-class JobError(Exception):
-    """A job has failed under a way. `kind`: the exception's class; `message`: its text."""
-
-    def __init__(self, where: str, kind: str, message: str, details: str = "") -> None:
-        super().__init__(f"{where}: {kind}: {message}\n{details}".rstrip())
-        self.kind, self.message = kind, message
-
-
-class Way:
-    """One way to start a recipe, and the results of its jobs."""
-
-    def __init__(self, name: str) -> None:
-        strategy, _, processes = name.partition(" x")
-        self.name, self.processes = name, int(processes or 1)
-        self._folder = inputs.session_folder() / "matrix" / name
-        self._folder.mkdir(parents=True, exist_ok=True)
-        config = f"accelerate_configs/{strategy}.yaml" if processes else None
-        assert (ROOT / f"accelerate_configs/{strategy}.yaml").is_file(), f"there is no {strategy}"
-        pages = ",".join(job for job in JOBS if name in JOBS[job].pages)
-        self._groups = [ProcessGroup(self._folder / f"group{number}", config, self.processes, pages)
-                        for number in range(GROUPS)]  # fmt: skip
-
-    def __getitem__(self, name: str) -> Path:
-        """The folder of the run of this job. Raises JobError."""
-        return self.run(name, JOBS[name].recipe, JOBS[name].words)
-
-    def run(self, name: str, recipe: Any, words: Words, seconds: float = 240) -> Path:
-        """The folder of this job's run; a name belongs to one job. Raises JobError."""
-        folder, job = self._folder / name, words_of([recipe, *words])
-
-        def make(reports: Path) -> None:
-            shutil.rmtree(folder, ignore_errors=True)  # of a worker that was killed
-            with self._free_group() as group:
-                failure = group.run([*job, "--output_dir", str(folder)], reports, seconds)
-            (reports / "result.json").write_text(json.dumps({"job": job, "failure": failure}))
-
-        reports = inputs.shared(self._reports(name), make)
-        result = json.loads((reports / "result.json").read_text())
-        assert result["job"] == job, f"{name} is the name of two jobs"
-        if result["failure"]:
-            raise JobError(f"{name} under {self.name}", *result["failure"])
-        return folder
-
-    def log(self, name: str) -> str:
-        """What rank 0 printed in this job."""
-        file = inputs.shared_folder(self._reports(name)) / "rank0.log"
-        return file.read_text(encoding="utf-8", errors="replace")
-
-    def _reports(self, name: str) -> str:
-        return f"reports of {self.name}, {name}"
-
-    @contextlib.contextmanager
-    def _free_group(self) -> Iterator[ProcessGroup]:
-        """The first one that no worker uses."""
-        while True:
-            for group in self._groups:
-                with contextlib.suppress(Timeout), group.lock.acquire(timeout=0):
-                    yield group
-                    return
-            time.sleep(0.02)
 
 
 @cache

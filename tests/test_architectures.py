@@ -18,11 +18,9 @@ from tests.architectures import ARCHITECTURES, make_architecture
 from tests.faults import refusal
 from tests.matrix import runs
 from tests.runs import edit_json, lines_of, losses_of, slow_but
-from toolkit.cli import build_parser
 from toolkit.config import ModelSettings
 from toolkit.data.labels import Labels
 from toolkit.data.tokenizer import load_tokenizer
-from toolkit.features.predict.command import predict_file
 from toolkit.models.classifier import load_classifier, load_saved_classifier
 
 FEW = ("ALBERT", "GTE", "Qwen3, LoRA")  # in the tests that are not slow
@@ -79,14 +77,13 @@ def assert_converts(run: Path, out: Path) -> None:
         assert not any(loading.values()), loading
 
 
-def assert_predicts(run: Path, rows: Path, out: Path) -> None:
-    words = ["predict", run / "model", rows, "--output", out]
-    words += "--overwrite --mixed_precision no".split()
-    predict_file(build_parser().parse_args([str(word) for word in words]))
-    predicted = pandas.read_json(out, lines=True).filter(like="probability_")
+def assert_predicts(run: Path) -> None:
+    table = pandas.read_csv(rows())
+    pairs = list(zip(table["text"], table["other"], strict=True))
+    answers = toolkit.predict(run / "model", pairs, mixed_precision="no")
     for line in lines_of(run / "predictions.jsonl"):
-        row = predicted.loc[line["id"]].to_list()
-        assert row == pytest.approx(line["probabilities"], abs=1e-5)
+        answer = answers[line["id"]]["probabilities"]
+        assert answer == pytest.approx(line["probabilities"], abs=1e-5)
 
 
 @pytest.mark.parametrize("name", slow_but(ARCHITECTURES, *FEW))
@@ -96,7 +93,7 @@ def test_one_process(name: str, tmp_path: Path) -> None:
     assert max(losses) - min(losses) > 0.001  # equal ones would agree with anything
     assert losses_of(run("single", name, "bf16")) == pytest.approx(losses, rel=0.03)
     assert_converts(one, tmp_path / "out")
-    assert_predicts(one, rows(), tmp_path / "rows.jsonl")
+    assert_predicts(one)
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,8 @@ def test_the_command_line_wins_over_the_file(yaml_file: YamlFile) -> None:
     assert (settings.training.max_steps, settings.training.num_train_epochs) == (None, 2)
 
 
-@pytest.mark.parametrize(
-    ("words", "name", "value"),
-    [
+def test_forms_of_words_and_yaml(yaml_file: YamlFile) -> None:
+    for words, name, value in (
         ("--seed=7", "seed", 7),
         ("--seed 1 --seed 2", "seed", 2),
         ("--gradient_checkpointing", "gradient_checkpointing", True),
@@ -55,11 +54,9 @@ def test_the_command_line_wins_over_the_file(yaml_file: YamlFile) -> None:
         ("max_length: null", "max_length", None),
         ("text_column: 文本", "text_column", "文本"),
         ("mixed_precision: no", "mixed_precision", "no"),  # false in YAML 1.1
-    ],
-)
-def test_forms_of_words_and_yaml(yaml_file: YamlFile, words: str, name: str, value: object) -> None:
-    arguments = words.split() if words.startswith("--") else [yaml_file(words)]
-    assert flat(parse(TaskSettings, arguments))[name] == value
+    ):
+        arguments = words.split() if words.startswith("--") else [yaml_file(words)]
+        assert flat(parse(TaskSettings, arguments))[name] == value
 
 
 def test_all_faults_at_once_with_the_nearest_names(yaml_file: YamlFile) -> None:
@@ -96,26 +93,22 @@ def test_wrong_values_name_the_setting(yaml_file: YamlFile, text: str) -> None:
     refusal(parse, TaskSettings, [word], match=f"--{name} ")
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
+def test_files_that_are_not_settings(yaml_file: YamlFile) -> None:
+    for text, says in (
         ("- a\n", "name: value"),
         ("seed: 1\nseed: 2\n", "seed is given twice"),
         ("a: [\n", "not valid YAML"),
         ("data:\n  train_file: a.csv\n", "data"),
-    ],
-)
-def test_files_that_are_not_settings(yaml_file: YamlFile, text: str, says: str) -> None:
-    path = yaml_file(text)
-    refusal(parse, TaskSettings, [path], says=[says, path])
-    for name in "no.yaml", "my.csv":
-        refusal(parse, TaskSettings, [name], says=[name])
-    refusal(parse, TaskSettings, ["--seed", "3", path], says=[f"{path!r} is not a setting"])
+    ):
+        path = yaml_file(text)
+        refusal(parse, TaskSettings, [path], says=[says, path])
+        for name in "no.yaml", "my.csv":
+            refusal(parse, TaskSettings, [name], says=[name])
+        refusal(parse, TaskSettings, ["--seed", "3", path], says=[f"{path!r} is not a setting"])
 
 
-@pytest.mark.parametrize(
-    ("words", "other"),  # settings that contradict each other, or need the other one
-    [
+def test_contradictions_name_both_settings() -> None:
+    for words, other in (
         ("train_file=t dataset_name=d", ""),
         ("warmup_ratio=0.1 warmup_steps=0", ""),
         ("validation_file=v", "train_file"),
@@ -125,14 +118,17 @@ def test_files_that_are_not_settings(yaml_file: YamlFile, text: str, says: str) 
         ("focal_gamma=1", "loss"),
         ("freeze_layers=0 lora_r=8", ""),
         ("num_hidden_layers=2 lora_r=8", ""),
+        ("reinit_layers=1 lora_r=8", ""),
+        ("r_drop_alpha=1 teacher=t", ""),
+        ("fgm_epsilon=1 teacher=t", ""),
         ("lora_target_modules=key", "lora_r"),
         ("distillation_alpha=0.5", "teacher"),
         ("fgm_epsilon=1 per_device_batch_size=auto", ""),
-    ],
-)
-def test_contradictions_name_both_settings(words: str, other: str) -> None:
-    values = dict(word.split("=") for word in words.split())
-    refusal(build, TaskSettings, values, says=[f"--{name}" for name in (*values, *other.split())])
+    ):
+        values = dict(word.split("=") for word in words.split())
+        refusal(
+            build, TaskSettings, values, says=[f"--{name}" for name in (*values, *other.split())]
+        )
 
 
 def test_the_demo_fills_what_was_not_given(demo: Path) -> None:

@@ -1,19 +1,30 @@
-"""Files, settings, subcommands and links in README and docs exist."""
+"""Files, settings, commands and links that README, docs and workflows name exist; `make docs` makes
+the site without a warning; pinned versions are within their ranges."""
 
 import argparse
+import importlib.util
 import re
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import toolkit
-from tests.runs import ROOT
+from tests.runs import ROOT, start
 from toolkit.cli import build_parser
 from toolkit.config import sections_of, tasks
 
 TOP = [ROOT / name for name in ("README.md", "README.zh.md", "CONTRIBUTING.md", "AGENTS.md")]
 PAGES = [*TOP, *sorted((ROOT / "docs").glob("*.md"))]
+WORKFLOWS = [
+    *sorted((ROOT / ".github").rglob("*.yml")),
+    *(ROOT / ".github").glob("*.md"),
+    ROOT / "Makefile",
+]
 # options of launchers and of `toolkit predict`, not settings of a recipe
 OTHERS = {"config_file", "num_processes", "machine_rank", "main_process_ip", "main_process_port", "deepspeed_config",
           "num_gpus", "nproc_per_node", "ntasks", "nnodes", "no", "name", "help", "logdir", "rounds", "samples",
@@ -33,7 +44,7 @@ WITH_UNKNOWN_NAMES = ("your-own-feature", "decisions")
 WITH_OTHER_PROGRAMS = ("first-labels",)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *WORKFLOWS], ids=lambda page: page.name)
 def test_files_and_headings_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     folders = "recipes|accelerate_configs|ds_configs|docs|benchmarks|tests"
@@ -83,3 +94,40 @@ def test_settings_and_subcommands_exist(page: Path) -> None:
     if not page.name.startswith(WITH_UNKNOWN_NAMES):
         assert not options - known - OTHERS
         assert set(re.findall(pattern, text, re.MULTILINE)) <= set(subcommands)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("furo"), reason="the docs extra is not installed")
+@pytest.mark.parametrize("tags", [[], ["-t", "zh"]])
+def test_the_site_has_every_page(tags: list[str], tmp_path: Path) -> None:
+    """Of a link to what does not exist Sphinx warns, and a warning is an error."""
+    build = [sys.executable, *"-m sphinx -q -W --keep-going -c".split(), ROOT / "docs", *tags]
+    command = [*build, "-d", tmp_path / "trees", ROOT, tmp_path / "site"]
+    start(command, env={"PYTHONPATH": str(ROOT)}).succeeded()
+    settings = next((tmp_path / "site").rglob("settings*.html")).read_text(encoding="utf-8")
+    assert "global_batch_size" in settings
+    assert "usage: toolkit predict" in settings  # made from the code
+    pages = [page for page in (ROOT / "docs").glob("*.md") if (".zh." in page.name) == bool(tags)]
+    assert len(list((tmp_path / "site").rglob("*.html"))) > len(pages)
+
+
+@pytest.mark.parametrize("path", [*TOP, *WORKFLOWS], ids=lambda path: path.name)
+def test_make_targets_exist(path: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    known = " ".join(re.findall(r"^\.PHONY: (.*)", makefile, re.M)).split()
+    text = path.read_text(encoding="utf-8")
+    targets = set(re.findall(r"(?:`|run: |^\s*)make ([a-z][\w-]*)", text, re.M))
+    assert targets <= {*known, "it"}
+
+
+def test_constraints_are_within_the_ranges_and_every_dependency_has_a_lower_bound() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)", lines, re.M))
+    pins = {canonicalize_name(name): pin for name, pin in pins.items()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert [line for line in project["dependencies"] if ">=" not in line] == []
+    extras = project["optional-dependencies"].values()
+    for line in [*project["dependencies"], *(line for extra in extras for line in extra)]:
+        one = Requirement(line)
+        if one.name != project["name"]:
+            assert one.specifier.contains(pins[canonicalize_name(one.name)]), line

@@ -1,5 +1,5 @@
 """A checkpoint of any strategy and world size resumes under any other, in the middle of an epoch: all weights, LoRA's
-alone, and in bf16. (Promise 4.)"""
+alone, in bf16, the average of the weights, the state of optimizers. (Promise 4.)"""
 
 from itertools import product
 from pathlib import Path
@@ -13,12 +13,19 @@ from tests.runs import assert_same_run, losses_of, slow_but
 from toolkit.checkpoint import folder as folders
 
 ORDER = ["single", "zero2 x3", "ddp x2", "zero3 x2", "zero1 x2", "fsdp2 x2", "zero2 x2", "zero3 x3"]
+CASES = [("full", source, way) for source, way in product(ORDER, ORDER)]
 # from and to one process, to itself and to its neighbours
 QUICK = [
-    (source, way)
+    ("full", source, way)
     for source, way in product(ORDER[:-1], repeat=2)
     if "single" in (source, way) or abs(ORDER.index(source) - ORDER.index(way)) < 2
 ]
+QUICK += [(name, "single", "single") for name in ("weights", "momentum", "adafactor")]
+QUICK += [(name, "zero2 x2", "zero2 x2") for name in ("weights", "momentum")]
+# under DDP, an optimizer that ZeRO does not support
+QUICK += [("adafactor", "ddp x2", "ddp x2"), ("weights", "zero2 x2", "single")]
+CASES += [(name, way, way) for way in ("zero3 x2", "fsdp2 x2") for name in ("weights", "momentum")]
+CASES += [("weights", "zero3 x2", "single")]
 STEPS, SAVED_AT = 6, 3
 SIX_STEPS = ["--max_steps", STEPS, "--eval_every", STEPS, "--checkpoint_every", SAVED_AT]
 # an epoch has 16 steps
@@ -44,10 +51,10 @@ def saved(way: str, kind: str) -> Path:
     return folders.step_folder(run(way, kind) / "checkpoints", SAVED_AT)
 
 
-@pytest.mark.parametrize("ways", slow_but(product(ORDER, ORDER), *QUICK), ids=" -> ".join)
-def test_from_any_to_any(ways: tuple[str, str]) -> None:
-    source, way = ways
-    assert_same_run(run(way, source=source), run("single"), after=SAVED_AT)
+@pytest.mark.parametrize("case", slow_but(dict.fromkeys([*QUICK, *CASES]), *QUICK), ids=", ".join)
+def test_from_any_to_any(case: tuple[str, str, str]) -> None:
+    kind, source, way = case
+    assert_same_run(run(way, kind, source), run("single", kind), after=SAVED_AT)
 
 
 @pytest.mark.parametrize("way", slow_but(["zero3 x2", "ddp x2", "zero2 x2"], "zero3 x2"))
@@ -76,3 +83,20 @@ def test_bf16(way: str) -> None:
     for name, tensor in load_file(run(way, "bf16") / "model" / "model.safetensors").items():
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor, masters[name])
+
+
+def test_the_average_is_evaluated_and_saved() -> None:
+    """Compared with the average of the weights in the checkpoints of steps 1 to 3."""
+    every = ["--max_steps", 3, "--eval_every", 3, "--checkpoint_every", 1, "--keep_checkpoints", 9]
+    words = [*JOBS["weights"].words, *every]
+    folder = runs("single").run("weights of each step", "recipes.cls", words)
+    files = [folder / f"checkpoints/step-{step:08d}/weights.safetensors" for step in (1, 2, 3)]
+    average, second, third = map(load_file, files)
+    saved = load_file(folder / "model" / "model.safetensors")
+    for name in average:
+        for step, weights in ((2, second), (3, third)):
+            decay = min(0.6, (1 + step) / (10 + step))
+            average[name] = torch.lerp(average[name], weights[name], 1 - decay)
+        torch.testing.assert_close(saved[name], average[name], rtol=1e-6, atol=1e-7)
+    head = "classifier.weight"
+    assert not torch.equal(saved[head], third[head])

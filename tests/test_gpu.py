@@ -162,9 +162,9 @@ def wide_model() -> Path:
 def test_other_recipes_and_techniques(way: str, tmp_path: Path) -> None:
     """Sparse attention at more than eight widths, in micro-batches that fit; titles; in one process techniques, too."""
     cls = [*CLS, "--model_name_or_path", wide_model, "--max_steps", 4, "--eval_every", 4]
-    long = ["--train_file", inputs.long_reviews, "--max_length", 1536]
+    long = ["--train_file", inputs.long_split("train"), "--max_length", 1536]
     sparse = ["recipes.bigbird", *cls[1:], *long, "--max_steps", 8]
-    titles = ["recipes.title", *DATA[:2], *SETTINGS, "--train_file", inputs.articles]
+    titles = ["recipes.title", *DATA[:2], *SETTINGS, "--train_file", inputs.titles("train")]
     jobs = {"sparse": [*sparse, "--per_device_batch_size", "auto"]}
     jobs["titles"] = [*titles, "--max_steps", 4, "--eval_every", 4]
     if way == "single":

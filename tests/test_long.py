@@ -99,13 +99,6 @@ def test_the_default_job(tmp_path: Path) -> None:
     assert not model.from_pretrained(run / "model", output_loading_info=True)[1]["missing_keys"]
 
 
-def test_a_sharded_checkpoint_becomes_the_model(tmp_path: Path) -> None:
-    words = [*SPARSE, "--max_steps", STOPPED, "--checkpoint_every", STOPPED]
-    run = runs("zero3 x2").run("long stopped", "recipes.bigbird", words)
-    model = converted(run, tmp_path / "out", AutoModelForSequenceClassification, STOPPED)
-    assert model.config.attention_type == "block_sparse"
-
-
 def converted(run: Path, out: Path, model_class: Any, step: int) -> Any:
     """What the checkpoint of a run that stopped after `step` becomes: the model that the run has saved."""
     start(["toolkit", "convert", run, out]).succeeded()

@@ -110,7 +110,8 @@ def test_one_machine_listens_on_loopback_only(name: str, hosts: TwoHosts, tmp_pa
         assert ours
         assert elsewhere(ours) == set()
         ports = {place.split()[1] for place in listened["a"]}
-        keys = hosts.run("a", [sys.executable, "-c", READER, *ports], 120).succeeded().out
+        reader = hosts.start("a", [sys.executable, "-c", READER, *ports])
+        keys = reader.finish(120).succeeded().out
     if name != "deepspeed, one process":
         assert "toolkit/" in keys  # a store was read
     assert name == "torchrun" or "torch.rendezvous" not in keys

@@ -19,7 +19,7 @@ from tests.runs import digests, failed, fork, lines_of, losses_of, train
 from toolkit.checkpoint import folder as folders
 
 STEPS = 20  # 16 are an epoch
-# with dropout; the best evaluation is neither the first nor the last (see `test_the_run_is_as_planned`)
+# with dropout; the best evaluation is neither the first nor the last (see `whole`)
 SETTINGS = [*REVIEWS, "--max_steps", STEPS, "--dropout", 0.1, "--per_device_batch_size", 6]
 SETTINGS += "--learning_rate 1e-3 --warmup_steps 4 --checkpoint_every 3 --eval_every 4".split()
 SETTINGS += ["--keep_checkpoints", 20]
@@ -27,9 +27,14 @@ SETTINGS += ["--keep_checkpoints", 20]
 
 @functools.cache
 def whole() -> Path:
-    """An uninterrupted run. Tests must not write into it."""
+    """An uninterrupted run, as planned. Tests must not write into it."""
     words = [*SETTINGS, "--output_dir"]
-    return inputs.shared("uninterrupted", lambda folder: train(*words, folder / "run")) / "run"
+    run = inputs.shared("uninterrupted", lambda folder: train(*words, folder / "run")) / "run"
+    steps = {folders.step_number(path) for path in folders.readable(run / "checkpoints")}
+    assert steps >= {3, 6, 9, 12, 15, 18, 20, best_step(run)}
+    assert 3 < best_step(run) < 18
+    assert [line["step"] for line in lines_of(run / "metrics.jsonl")] == [*range(1, STEPS + 1)]
+    return run
 
 
 def checkpoint(run: Path, step: int) -> Path:
@@ -61,16 +66,6 @@ def assert_same(actual: Path, expected: Path) -> None:
 
 def best_step(run: Path) -> int:
     return int(json.loads((run / "model" / "trainer_state.json").read_text())["global_step"])
-
-
-def test_the_run_is_as_planned() -> None:
-    """What the other tests rely on."""
-    steps = [folders.step_number(path) for path in folders.readable(whole() / "checkpoints")]
-    assert set(steps) >= {3, 6, 9, 12, 15, 18, 20}
-    assert 3 < best_step(whole()) < 18
-    assert best_step(whole()) in steps
-    logged = [line["step"] for line in lines_of(whole() / "metrics.jsonl")]
-    assert logged == list(range(1, STEPS + 1))
 
 
 # 15: one step before the next epoch; 3: before the best step, whose model is in model/; 0: before any checkpoint

@@ -1,8 +1,10 @@
-"""Promises on two hosts (network namespaces): every way to start gives the losses of one process; a
-machine that is missing, double or different is an error on both; whatever happens to one of them
-ends the run on both within a minute, with one line that names it."""
+"""Promises on two hosts (network namespaces): every way to start gives the results of one process,
+with two ranks and with sixteen; a machine that is missing, double or different is an error on both;
+whatever happens to one of them ends the run on both within a minute, with one line that names it;
+they need not share the disk of --output_dir: checkpoints are on the first one's only."""
 
 import json
+import shutil
 import signal
 import sys
 import time
@@ -13,13 +15,23 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.hosts import ADDRESSES, NAMES, TwoHosts
+from tests.failing_worker import STEPS
+from tests.hosts import ADDRESSES, HOSTS, NAMES, TwoHosts
 from tests.matrix import REVIEWS, runs
-from tests.runs import ROOT, Finished, Process, losses_of, slow_but, wait_for_steps
+from tests.runs import (
+    ROOT,
+    Finished,
+    Process,
+    assert_same_run,
+    slow_but,
+    start,
+    train,
+    wait_for_steps,
+)
+from toolkit.checkpoint import folder as folders
 
 pytestmark = pytest.mark.namespaces
 
-HOSTS = ("a", "b")
 TWO_NODE = "accelerate_configs/2node.yaml"
 FIRST = ["--main_process_ip", ADDRESSES["a"]]
 # A run with both hosts up takes about 20 s on two free cores.
@@ -29,6 +41,8 @@ SETTINGS = [*REVIEWS, "--max_steps", 6, "--per_device_batch_size", 4]
 LONG = [*SETTINGS, *"--max_steps 400 --eval_every 1000 --checkpoint_every 10".split()]
 LONG += ["--lr_scheduler_type", "constant"]
 FORTY = [*LONG, "--max_steps", 40]
+# more ranks than an evaluation's last batches have samples
+SIXTEEN = [*SETTINGS, "--global_batch_size", 37]
 
 
 def on_both(*command: Any) -> dict[str, list[Any]]:
@@ -49,18 +63,18 @@ def with_address(name: str, folder: Path) -> Path:
     return file
 
 
-def assert_run(done: Mapping[str, Finished], folder: Path) -> None:
+def assert_run(
+    done: Mapping[str, Finished], folder: Path, settings: list[Any] = SETTINGS, ranks: int = 2
+) -> None:
     for finished in done.values():
         finished.succeeded()
-    assert json.loads((folder / "config.json").read_text())["world"]["num_processes"] == 2
-    assert "machines: hostA (rank 0)" in done["a"].err
-    assert_losses(folder, SETTINGS)
+    assert json.loads((folder / "config.json").read_text())["world"]["num_processes"] == ranks
+    expected = runs("single").run(f"two hosts, {ranks} ranks", "recipes.cls", settings)
+    assert_same_run(folder, expected)
 
 
-def assert_losses(folder: Path, settings: list[Any]) -> None:
-    name = "two hosts, long" if settings is FORTY else "two hosts"
-    expected = losses_of(runs("single").run(name, "recipes.cls", settings))
-    assert losses_of(folder) == pytest.approx(expected, rel=1e-5)
+def assert_forty_steps(folder: Path) -> None:
+    assert_same_run(folder, runs("single").run("two hosts, 40 steps", "recipes.cls", FORTY))
 
 
 def error_of(finished: Finished, *says: str) -> str:
@@ -113,6 +127,16 @@ def test_another_launcher(name: str, hosts: TwoHosts, tmp_path: Path) -> None:
     words = ["recipes/cls.py", *SETTINGS, "--output_dir", tmp_path / "run"]
     commands = {host: [*other_launcher(name, host, tmp_path), *words] for host in HOSTS}
     assert_run(hosts.run_both(commands, SECONDS), tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["2node", "2node_zero2", "2node_zero3", "2node_fsdp2"])
+def test_eight_ranks_on_each(name: str, hosts: TwoHosts, tmp_path: Path) -> None:
+    words = ["--rendezvous_timeout", 600, "--num_processes", 16]
+    file = f"accelerate_configs/{name}.yaml"
+    command = literal(tmp_path / "run", *SIXTEEN, *words, file=file)
+    # sixteen starts of torch and DeepSpeed on two cores
+    assert_run(hosts.run_both(on_both(*command), 900), tmp_path / "run", SIXTEEN, 16)
 
 
 # --- machines that cannot start together
@@ -220,7 +244,7 @@ def test_the_same_command_resumes(hosts: TwoHosts, tmp_path: Path) -> None:
     error_of(done["b"], "lost the connection to hostA (rank 0)")
     again = hosts.run_both(on_both(*command, "--max_steps", "40"), SECONDS)
     assert "resuming from" in again["a"].succeeded().err
-    assert_losses(folder, FORTY)
+    assert_forty_steps(folder)
 
 
 SILENT = "20 s are silent"  # fewer than `--peer_timeout` (30), as when a switch fails over
@@ -243,7 +267,7 @@ def test_a_run_that_goes_on(what: str, hosts: TwoHosts, tmp_path: Path) -> None:
     restarts = "resuming from" in done["a"].err
     assert restarts == ("rank 1 on hostB was killed by SIGKILL" in done["a"].err)
     assert restarts == (what != SILENT)
-    assert_losses(folder, FORTY)
+    assert_forty_steps(folder)
 
 
 @pytest.mark.slow
@@ -267,3 +291,48 @@ def test_sigterm_of_accelerate_launch_stops_both(hosts: TwoHosts, tmp_path: Path
     assert done["a"].code != 0
     assert "stopped by SIGTERM after step" in done["a"].err
     assert not hosts.processes("b")
+
+
+EIGHT = [*SETTINGS, *"--max_steps 8 --checkpoint_every 2 --eval_every 99".split()]
+
+
+@pytest.mark.parametrize("name", slow_but(["2node_zero2", "2node", "2node_zero3"], "2node_zero2"))
+def test_disks_that_are_not_shared(name: str, hosts: TwoHosts, tmp_path: Path) -> None:
+    """Host B is killed after step 4 and comes back with an empty disk; then one process on the
+    first host converts and resumes."""
+    disk, disk_of_b = tmp_path / "out", tmp_path / "out-of-b"
+    disk.mkdir()
+    disk_of_b.mkdir()
+    run = disk / "run"
+    words = [
+        "--config_file",
+        f"accelerate_configs/{name}.yaml",
+        *FIRST,
+        *EIGHT,
+        "--output_dir",
+        run,
+    ]
+
+    def start_both(*script: str) -> dict[str, Any]:
+        command = ["accelerate", "launch", *script, *words]
+        return hosts.start_both(on_both(*command), binds={"b": {disk: disk_of_b}})
+
+    started = start_both("tests/failing_worker.py", "stands still", "1")  # which takes no fifth
+    wait_for_steps(run, STEPS, started.values(), SECONDS)
+    for process in hosts.processes("b"):
+        process.kill()
+    error_of(hosts.finish_both(started, SECONDS)["a"], "hostB")
+    assert folders.readable(run / "checkpoints")
+    shutil.rmtree(disk_of_b / "run", ignore_errors=True)
+
+    done = hosts.finish_both(start_both("recipes/cls.py"), SECONDS)
+    done["b"].succeeded()
+    assert "resuming from" in done["a"].succeeded().err
+    assert_same_run(run, runs("single").run("two disks", "recipes.cls", EIGHT))
+    saved = {"step-00000006", "step-00000008", "best", "last"}
+    assert {path.name for path in (run / "checkpoints").iterdir()} == saved
+    assert list((disk_of_b / "run" / "checkpoints").glob("*")) == []
+
+    start(["toolkit", "convert", run, disk / "model"]).succeeded()
+    message = train(*EIGHT, "--max_steps", "10", "--output_dir", run)
+    assert f"resuming from {run / 'checkpoints' / 'step-00000008'}: step 8 of 10" in message

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from safetensors.numpy import load_file
+from sklearn.metrics import f1_score
 from transformers import AutoModelForSequenceClassification as Classifier
 
 import toolkit
@@ -114,6 +116,29 @@ def test_a_custom_model_is_loaded_as_the_page_says() -> None:
     assert re.fullmatch(r"tensor\(\[\[0\.\d+, 0\.\d+\]\]\)", done.out.strip())
     assert (folder / "encoder" / "config.json").is_file()
     refusal(toolkit.predict, folder, ["a"], says=["load_state_dict"])
+
+
+@pytest.mark.parametrize("name", ["second", "second with LoRA"])
+def test_a_second_head_is_loaded_as_the_page_says(name: str) -> None:
+    """The probabilities of both are those of the evaluation, whose topics belong to the rows."""
+    run = single(name)
+    lines = lines_of(run / "predictions.jsonl")
+    rows = pd.read_csv(inputs.uneven_reviews()).iloc[[line["id"] for line in lines]]
+    texts = rows["text"].tolist()
+    programs = re.findall(r"```python\n(.*?)```", PAGES[0].read_text("utf-8"), re.DOTALL)
+    (program,) = [text for text in programs if "model.topic" in text]
+    program = program.replace("runs/mine", str(run)).replace('["a fine film"]', repr(texts))
+    values: dict[str, Any] = {}
+    exec(program.replace("truncation", "padding=True, truncation"), values)
+    probabilities = values["output"].logits.softmax(-1).flatten().tolist()
+    expected = [number for line in lines for number in line["probabilities"]]
+    assert probabilities == pytest.approx(expected, abs=1e-5)
+    assert toolkit.predict(run / "model", texts)[0]["prediction"] == lines[0]["prediction"]
+    names = values["model"].config.topics
+    assert names == ["long", "short"]
+    topics = [names[place] for place in values["topics"].argmax(-1).tolist()]
+    score = f1_score(rows["topic"], topics, labels=names, average="macro", zero_division=0)
+    assert lines_of(run / "eval.jsonl")[-1]["topic_f1_macro"] == pytest.approx(score)
 
 
 def test_a_parameter_of_the_loss_is_trained_and_saved() -> None:

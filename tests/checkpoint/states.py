@@ -70,6 +70,23 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+def make_peft(model: Path, **options: Any) -> Any:
+    """A classifier of three labels with LoRA matrices that are not 0."""
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(3)
+    base = AutoModelForSequenceClassification.from_pretrained(model, num_labels=3)
+    return adapted(base, **options)
+
+
+def adapted(model: Any, **options: Any) -> Any:
+    import peft
+
+    usual = {"task_type": "SEQ_CLS", "r": 3, "lora_alpha": 5, "target_modules": ["query", "value"]}
+    config = peft.LoraConfig(init_lora_weights=False, **{**usual, **options})
+    return peft.get_peft_model(model, config)
+
+
 def accelerator_of(plugin: Any = None) -> Any:
     """What `live_state` reads of an accelerator."""
     state = SimpleNamespace(deepspeed_plugin=plugin)

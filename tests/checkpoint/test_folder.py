@@ -13,9 +13,9 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import AutoModel
 
-from tests.checkpoint.states import Odd, State, assert_same
+from tests.checkpoint.states import Odd, State, assert_same, make_peft
 from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.model_folder import DTYPES, load_weights, save_model
 
@@ -122,15 +122,6 @@ def test_there_and_back(tmp_path: Path, model: nn.Module) -> None:
         assert "embed.weight=91 first.bias" in (folder / "own.txt").read_text()
         assert "head.weight=91" in (folder / "own.txt").read_text()
         assert "head.weight" not in load_file(folder / "model.safetensors")
-
-
-def make_peft(base: Path, **options: Any) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(5)
-    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=3)
-    config = LoraConfig(r=2, task_type="SEQ_CLS", target_modules=["query", "value"], **options)
-    return get_peft_model(model, config)
 
 
 def test_an_adapter_has_all_that_is_trained(tiny_model: Path, tmp_path: Path) -> None:

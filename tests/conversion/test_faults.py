@@ -79,12 +79,6 @@ def place_of_a_weight(content: bytes) -> int:
     return content.index(tensor.detach().numpy().tobytes()) + 3
 
 
-def test_a_run_without_checkpoints_names_its_model(tmp_path: Path) -> None:
-    (tmp_path / "run" / "model").mkdir(parents=True)
-    (tmp_path / "run" / "model" / "model.safetensors").touch()
-    assert_refused(tmp_path / "run", "has no checkpoint", str(tmp_path / "run" / "model"))
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_file_of_another_step(stage: int, copied: Copy) -> None:
     name = f"zero{stage}-bf16 x2"
@@ -156,7 +150,8 @@ def test_no_code_of_a_folder_is_executed(name: str, copied: Copy) -> None:
 
 
 def test_not_a_checkpoint(tmp_path: Path) -> None:
-    """Torch's old format and Lightning's with code in them, a pickled model, an empty folder, nothing."""
+    """Torch's old format and Lightning's with code in them, a pickled model, an empty folder,
+    nothing, a run without checkpoints, whose model is named."""
     bomb, state = Bomb(tmp_path / "trace"), {"weight": torch.ones(2)}
     old, lightning, model = (tmp_path / name for name in ("old.pt", "last.ckpt", "whole.pt"))
     torch.save({**state, "bomb": bomb}, old, _use_new_zipfile_serialization=False)
@@ -169,6 +164,10 @@ def test_not_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for folder in (tmp_path / "nowhere", tmp_path / "empty"):
         assert_refused(folder, str(folder))
+    saved = tmp_path / "run" / "model" / "model.safetensors"
+    saved.parent.mkdir(parents=True)
+    saved.touch()
+    assert_refused(tmp_path / "run", "has no checkpoint", str(saved.parent))
 
 
 def test_nothing_of_the_users_is_replaced(checkpoints: dict[str, Path], tmp_path: Path) -> None:
@@ -212,7 +211,7 @@ def test_its_memory_is_not_the_models(big: Path, tmp_path: Path) -> None:
     """Beyond that of torch itself: some copies of a tensor, of 32."""
     torchs = peak_of("-c", "import time, torch, toolkit.conversion.convert; time.sleep(1)")
     whole = peak_of("-m", "toolkit", "convert", big, tmp_path / "out", "--dtype", "bf16")
-    assert whole - torchs < BIG // 4
+    assert whole - torchs < BIG // 3
     assert (tmp_path / "out" / "model.safetensors").stat().st_size > BIG // 2
 
 

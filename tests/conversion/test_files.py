@@ -243,14 +243,10 @@ def assert_equal(actual: State, expected: State) -> None:
     assert_same(actual, in_fp32)
 
 
-def truth_of(folder: Path) -> State:
-    return load_file(f"{folder}.safetensors")
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_of_the_memory(name: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     toolkit.convert(checkpoints[name], tmp_path / "out")
-    truth, actual = truth_of(checkpoints[name]), read_folder(tmp_path / "out")
+    truth, actual = load_file(f"{checkpoints[name]}.safetensors"), read_folder(tmp_path / "out")
     tied = {"head.weight": "embed.weight"}  # DeepSpeed may write it under its other name
     assert_equal(actual, {key: truth[tied.get(key, key)] for key in actual})
     left_out = {"embed.weight", "first.weight", "first.bias"} if "excluded" in name else set()
@@ -274,7 +270,7 @@ def test_from_pretrained(name: str, checkpoints: Any, tiny_model: Path, tmp_path
     load = Classifier.from_pretrained
     model, report = load(out, output_loading_info=True)
     assert not any(report.values())
-    state, truth = model.state_dict(), truth_of(checkpoints[name])
+    state, truth = model.state_dict(), load_file(f"{checkpoints[name]}.safetensors")
     assert_equal({key: state[key] for key in truth}, truth)
     assert model.config.id2label[2] == "label 2"
     assert AutoTokenizer.from_pretrained(out)("good film")["input_ids"]

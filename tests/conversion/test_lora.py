@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification as Classifier
 from transformers import AutoTokenizer
 
 import toolkit
+from tests.checkpoint.states import adapted, make_peft
 from tests.conversion.test_files import bert_config, old_names, read_folder, write_run
 from tests.faults import refusal
 from tests.runs import edit_json
@@ -26,20 +27,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "embedding": {"target_modules": ["word_embeddings", "dense"], "modules_to_save": ["pooler"]},
     "biases": {"bias": "all"},
 }
-
-
-def make_peft(model: Path, **options: Any) -> Any:
-    torch.manual_seed(3)
-    base = Classifier.from_pretrained(model, num_labels=3)
-    return adapted(base, **options)
-
-
-def adapted(model: Any, **options: Any) -> Any:
-    import peft
-
-    usual = {"task_type": "SEQ_CLS", "r": 3, "lora_alpha": 5, "target_modules": ["query", "value"]}
-    config = peft.LoraConfig(init_lora_weights=False, **{**usual, **options})
-    return peft.get_peft_model(model, config)
 
 
 @pytest.fixture

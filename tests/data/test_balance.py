@@ -74,11 +74,11 @@ def test_sampling_draws_classes_as_asked() -> None:
 
 
 def test_positive_weights_are_negatives_over_positives() -> None:
+    assert weighed(FLAGS, MULTI, pos_weight="rare=9").pos_weight.tolist() == [1, 9, 1, 1]
     data = weighed(FLAGS, MULTI, pos_weight="balanced")
     assert data.pos_weight.tolist() == pytest.approx([50 / 150, 192 / 8, 1, 1])
     everywhere = weighed(np.ones_like(FLAGS), MULTI, pos_weight="balanced")
     assert everywhere.pos_weight.tolist() == [1] * 4
-    assert weighed(FLAGS, MULTI, pos_weight="rare=9").pos_weight.tolist() == [1, 9, 1, 1]
 
 
 def test_what_does_not_fit_the_labels_is_refused() -> None:

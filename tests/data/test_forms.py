@@ -34,9 +34,8 @@ def rows_of(path: Path, content: str | bytes, **options: Any) -> Any:
     return read_file(str(path), TextSettings(**options)).rows
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "options"),
-    [
+def test_the_same_rows_in_every_form(tmp_path: Path) -> None:
+    for name, content, options in (
         ("a.txt", "a, b_!_x\nc_!_y\n", {"delimiter": "_!_", **BOTH}),
         ("a.csv", "text || label\na, b || x\nc || y\n", {"delimiter": " || "}),
         ("a.tsv", "text，label\na, b，x\nc，y\n", {"delimiter": "，"}),
@@ -50,18 +49,13 @@ def rows_of(path: Path, content: str | bytes, **options: Any) -> Any:
         ("a.json", json.dumps({"train": ROWS}), {}),
         ("a.json", json.dumps({"version": 1, "data": ROWS}), {}),
         ("a.json", json.dumps({"RECORDS": ROWS}), {}),
-    ],
-)
-def test_the_same_rows_in_every_form(tmp_path: Path, name: str, content: str, options: Any) -> None:
-    assert rows_of(tmp_path / name, content, **options).to_list() == ROWS
+    ):
+        assert rows_of(tmp_path / name, content, **options).to_list() == ROWS
 
 
-def test_numbers_that_are_names_of_columns(tmp_path: Path) -> None:
+def test_names_that_are_numbers_and_labels_that_are_several(tmp_path: Path) -> None:
     for header in (",0,1", "text,0,1"):
         assert len(rows_of(tmp_path / "a.csv", f"{header}\n0,a,1\n1,b,0\n")) == 2
-
-
-def test_several_labels_of_fasttext_are_lists(tmp_path: Path) -> None:
     rows = rows_of(tmp_path / "a.txt", "a\n__label__x b\n__label__x __label__y c\n" * 9)
     assert list(rows["label"][:3]) == [[], ["x"], ["x", "y"]]
 
@@ -86,17 +80,16 @@ def test_a_folder_for_each_class(tmp_path: Path) -> None:
     assert fault == f"{path}, line 1: not utf-8: pass --encoding gb18030"
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "options", "says"),
-    [
+def test_an_error_names_the_form(tmp_path: Path) -> None:
+    for name, content, options, says in (
         ("a.txt", "a\t1\nb\t2\n", {}, "--delimiter tab .*--column_names.*--delimiter none"),
         ("a.tsv", "a\t1\nb\t2\nc\t1\n", {}, "'1' is also the cell of row 2: .*with 2 names"),
         ("a.csv", "text\tlabel\na\t1\n", {}, "'text\\\\tlabel': pass --delimiter tab"),
         ("a.csv", LINES, {}, "holds JSON: name it .json"),
         ("a.txt", json.dumps(ROWS), {"delimiter": "tab"}, "holds JSON.*leave out --delimiter"),
         ("a.txt", "__label__x a b\n", {"delimiter": " ", **BOTH}, "fastText's: name it .txt"),
-        ("a.txt", "a\n", BOTH, "1 cells where --column_names has 2: pass --column_names with 1 names"),
-        ("a.tsv", "Label\tText\n1\ta\n", BOTH, "first line is a header, .* leave out --column_names"),
+        ("a.txt", "a\n", BOTH, "1 cells where .* has 2: pass --column_names with 1 names"),
+        ("a.tsv", "Label\tText\n1\ta\n", BOTH, "is a header, .* leave out --column_names"),
         ("a.csv", "sep=;\ntext;label\na;1\n", {"delimiter": ";"}, "Excel's note.*remove that line"),
         ("a.csv", gzip.compress(b"text"), {}, "add .gz to its name"),
         ("a.csv", b"PAR1\xff", {}, "Parquet file: name it .parquet"),
@@ -107,12 +100,8 @@ def test_a_folder_for_each_class(tmp_path: Path) -> None:
         ("a.json", json.dumps({"train": ROWS, "test": ROWS}), {}, "a file for each list of rows"),
         ("a.json", '{"text": {"0": "a"}, "y": {"0": 1}}', {}, "orient=.records"),
         ("a.xlsx", "PK", {}, "saved as `CSV UTF-8` in Excel"),
-    ],
-)  # fmt: skip
-def test_an_error_names_the_form(
-    tmp_path: Path, name: str, content: str, options: Any, says: str
-) -> None:
-    assert re.search(says, refusal(rows_of, tmp_path / name, content, **options))
+    ):
+        assert re.search(says, refusal(rows_of, tmp_path / name, content, **options))
 
 
 @pytest.mark.parametrize(
@@ -154,30 +143,25 @@ TRAINED = TextSettings(
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "fits"),
-    [
+def test_a_file_is_read_as_in_training_where_it_has_that_form(tmp_path: Path) -> None:
+    for name, content, fits in (
         ("a.txt", "很\t1\n".encode("gb18030"), {"encoding", "delimiter", "column_names"}),
         ("a.txt", "很\t1\n".encode(), {"delimiter", "column_names"}),
         ("a.txt", b"y\ttext\n1\tb\n", {"delimiter"}),  # a header
         ("a.txt", b"y\tSentence\n1\tb\n", {"delimiter"}),
         ("a.txt", b"a text a line\n", set()),
         ("a.csv", b"a\t1\n", set()),
-    ],
-)
-def test_a_file_is_read_as_in_training_where_it_has_that_form(
-    tmp_path: Path, name: str, content: bytes, fits: set[str]
-) -> None:
-    save_columns(tmp_path / "model", text_column="text", **remembered_settings(TRAINED))
-    path = tmp_path / name
-    path.write_bytes(content)
-    fitting = fitting_settings(str(tmp_path / "model"), str(path), None)
-    assert set(fitting) == fits
-    assert remembered_settings(TextSettings(train_file="a.csv")) == {}
-    options = dict.fromkeys(("encoding", "encoding_errors", "quoting", "column_names"))
-    given = Namespace(**options, delimiter=";")
-    settings = reading_settings(given, **fitting)
-    assert (settings.delimiter, settings.encoding == "gb18030") == (";", "encoding" in fits)
+    ):
+        save_columns(tmp_path / "model", text_column="text", **remembered_settings(TRAINED))
+        path = tmp_path / name
+        path.write_bytes(content)
+        fitting = fitting_settings(str(tmp_path / "model"), str(path), None)
+        assert set(fitting) == fits
+        assert remembered_settings(TextSettings(train_file="a.csv")) == {}
+        options = dict.fromkeys(("encoding", "encoding_errors", "quoting", "column_names"))
+        given = Namespace(**options, delimiter=";")
+        settings = reading_settings(given, **fitting)
+        assert (settings.delimiter, settings.encoding == "gb18030") == (";", "encoding" in fits)
 
 
 def test_reading_that_a_stranger_has_written_into_a_model(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from tests.conftest import MODEL
 from tests.faults import refusal
-from tests.prepared import MODEL
 from toolkit.data.batches import Collator
 from toolkit.data.encode import truncate_split
 from toolkit.data.jieba_tokenizer import words_first

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.conftest import MODEL
 from tests.faults import refusal
-from tests.prepared import MODEL
 from toolkit.config import TaskSettings, TextSettings, build
 from toolkit.data.columns import find_texts
 from toolkit.data.prepare import Data
@@ -138,6 +138,8 @@ def test_what_changes_the_data_changes_the_folder(prepared: Prepare, tiny_model:
                "max_train_samples": 9, "max_eval_samples": 1, "tokenizer": tokenizer}  # fmt: skip
     digests = [prepared(rows, **{name: value}).digest for name, value in changes.items()]
     digests.append(prepared(rows, text_column="text,other").digest)
+    for how in ({}, {"quoting": "none"}):
+        digests.append(prepared(rows, train_name="rows.csv", **how).digest)
     digests.append(prepared([rows[0] | {"text": "another film"}, *rows[1:]]).digest)
     digests.append(prepared(rows).digest)
     assert len(set(digests)) == len(digests)
@@ -236,15 +238,3 @@ def test_the_rows_held_out_stay_the_same_from_version_to_version(prepared: Prepa
     assert data.validation.rows.tolist() == [3, 4, 5, 8, 18, 27]
     assert counts_of(data, "validation") == {"a": 3, "b": 3}
     assert len({*data.train.rows, *data.validation.rows}) == 30
-
-
-def test_classes_that_differ_in_case_and_blanks_are_named(prepared: Prepare) -> None:
-    notes = prepared(rows_of({"pos": 6, "Pos ": 6, "neg": 6})).notes
-    assert any("'Pos'" in note and "'pos'" in note for note in notes)
-
-
-def test_columns_that_are_not_read_are_named_unless_the_user_chose(prepared: Prepare) -> None:
-    rows = [{**row, "TARGET": "x", "STANCE": row["label"]} for row in AB]
-    chosen = {"label_column": "label", "text_column": "text"}
-    assert any("TARGET, STANCE" in note for note in prepared(rows).notes)
-    assert not any("TARGET" in note for note in prepared(rows, **chosen).notes)

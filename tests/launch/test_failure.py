@@ -48,19 +48,16 @@ def test_only_an_unexplained_failure_is_a_traceback() -> None:
     assert done.err.endswith("\nerror: RuntimeError: a bug\n")
 
 
-@pytest.mark.parametrize(
-    ("body", "code", "line"),
-    [
+def test_one_line_and_exit_code() -> None:
+    for body, code, line in (
         ("open('/no/such.json')", 1, "error: /no/such.json: No such file or directory\n"),
         ("raise KeyboardInterrupt", 130, "interrupted\n"),
         ("sys.exit('error: no')", 1, "error: no\n"),
         ("launch.exit_state.exit_code = 143", 143, ""),
         ("sys.exit(3)", 3, ""),
-    ],
-)
-def test_one_line_and_exit_code(body: str, code: int, line: str) -> None:
-    done = run(body)
-    assert (done.code, done.err) == (code, line)
+    ):
+        done = run(body)
+        assert (done.code, done.err) == (code, line)
 
 
 @pytest.mark.parametrize(("handler", "requested"), [("SIG_DFL", 1), ("SIG_IGN", 0)])

@@ -48,9 +48,8 @@ def find(options: Any, env: Any, **config: object) -> Machines:
     return find_machines(options, {"num_machines": 2, **config}, Path("mine.yaml"), env)
 
 
-@pytest.mark.parametrize(
-    ("options", "env", "config", "own", "rank", "source"),
-    [
+def test_source_of_the_rank(monkeypatch: Any) -> None:
+    for options, env, config, own, rank, source in (
         ({}, {}, {}, FIRST, 0, FIRST),
         ({}, {}, {}, ELSEWHERE, 1, FIRST),
         ({"machine_rank": "0"}, {"NODE_RANK": "1"}, {}, SECOND, 0, "--machine_rank"),
@@ -59,30 +58,23 @@ def find(options: Any, env: Any, **config: object) -> Machines:
         # the first machine's address comes before the rank in the file
         ({}, {}, {"machine_rank": 1}, FIRST, 0, FIRST),
         ({}, {}, {"machine_rank": 0}, SECOND, 0, "config file"),
-    ],
-)
-def test_source_of_the_rank(
-    options: Any, env: Any, config: Any, own: str, rank: int, source: str, monkeypatch: Any
-) -> None:
-    pretend_network(monkeypatch, [own])
-    machines = find(options, env, **config)
-    assert (machines.rank, machines.count, machines.first) == (rank, 2, FIRST)
-    assert source in machines.rank_source
+    ):
+        pretend_network(monkeypatch, [own])
+        machines = find(options, env, **config)
+        assert (machines.rank, machines.count, machines.first) == (rank, 2, FIRST)
+        assert source in machines.rank_source
 
 
-@pytest.mark.parametrize(
-    ("options", "env", "config", "says"),
-    [
+def test_unclear_machines() -> None:
+    for options, env, config, says in (
         ({}, {}, {"num_machines": 3}, ["--machine_rank", "up to 2"]),  # the second of three?
         ({"machine_rank": "2"}, {}, {}, ["rank 2 (--machine_rank)", "mine.yaml", "up to 1"]),
         ({}, {"NODE_RANK": "-1"}, {}, ["rank -1 (NODE_RANK)"]),
         ({}, {"NODE_RANK": "1.5"}, {}, ["NODE_RANK", "'1.5'"]),
         ({"main_process_ip": ""}, {}, {"main_process_ip": PLACEHOLDER}, ["mine.yaml", PLACEHOLDER]),
         ({"main_process_port": "x"}, {}, {}, ["main_process_port", "'x'"]),
-    ],
-)
-def test_unclear_machines(options: Any, env: Any, config: Any, says: list[str]) -> None:
-    refusal(find, options, env, says=says, **config)
+    ):
+        refusal(find, options, env, says=says, **config)
 
 
 def test_address_to_serve(monkeypatch: Any) -> None:

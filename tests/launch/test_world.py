@@ -3,8 +3,6 @@ process has its cores and its GPU; all compute in the precision that this hardwa
 
 import json
 import os
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +11,11 @@ import pytest
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.commands.config import config_args
-from torch.distributed import HashStore
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from tests.faults import refusal
 from tests.runs import CONFIGS, fork, free_port, start
-from toolkit.errors import UserError
-from toolkit.launch import environment, precision, ranks, strategy, world
+from toolkit.launch import environment, precision, strategy, world
 from toolkit.launch.environment import MARKER, Place
 from toolkit.launch.strategy import requested_processes
 from toolkit.launch.world import verify_world
@@ -29,22 +25,19 @@ ALONE = Place("python", 0, 1, 0, 1)
 DDP, SINGLE = str(CONFIGS / "ddp.yaml"), str(CONFIGS / "single.yaml")
 
 
-@pytest.mark.parametrize(
-    ("default", "line", "requested"),  # `default`: the user's own config file
-    [
+def test_requested_processes(monkeypatch: Any) -> None:
+    for default, line, requested in (
         (DDP, "python /bin/accelerate launch --num-processes=3 --multi_gpu -m toolkit", 3),
         (DDP, f"python -m accelerate.commands.launch --config_file={SINGLE} cls.py", 1),
         (DDP, f"/bin/accelerate-launch --config_file {SINGLE} --num_processes 5 cls.py", 5),
         # after the script: the script's own
         (DDP, f"python /bin/accelerate launch cls.py --config_file {SINGLE}", 2),
         (DDP, "python launch --num_processes 2 cls.py", 1),
-    ],
-)
-def test_requested_processes(default: str, line: str, requested: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(config_args, "default_config_file", default or "none.yaml")
-    parent = SimpleNamespace(cmdline=line.split)
-    monkeypatch.setattr(environment.psutil, "Process", lambda _: parent)
-    assert requested_processes(ALONE)[0] == requested
+    ):
+        monkeypatch.setattr(config_args, "default_config_file", default or "none.yaml")
+        parent = SimpleNamespace(cmdline=line.split)
+        monkeypatch.setattr(environment.psutil, "Process", {os.getppid(): parent}.get)
+        assert requested_processes(ALONE)[0] == requested
 
 
 def test_wrong_world_size(accelerator: Accelerator, monkeypatch: Any) -> None:
@@ -114,25 +107,6 @@ def test_cores_per_process(monkeypatch: Any) -> None:
     assert world._cores_per_process(by_torchrun) == 2
 
 
-def test_require_equal(monkeypatch: Any) -> None:
-    """Of three ranks that share a store, in threads."""
-    store, state, faults = HashStore(), threading.local(), []
-    monkeypatch.setattr(ranks, "exit_state", state)
-
-    def compare(rank: int, seed: int) -> None:
-        state.world = ranks.World(Place("torchrun", rank, 3, rank, 3), store)
-        try:
-            ranks.require_equal("the data", {"labels": ("a", "b")})
-            ranks.require_equal("the settings", {"seed": seed})
-        except UserError as error:
-            faults.append(str(error))
-
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(compare, range(3), [1, 2, 1]))
-    words = "the settings are not the same everywhere: seed is 1 on rank 0 and 2 on rank 1"
-    assert [words in fault for fault in faults] == [True] * 3
-
-
 def test_more_processes_than_gpus() -> None:
     world._choose_gpu(Place("torchrun", 3, 4, 3, 4), 4)
     for place in Place("torchrun", 3, 4, 3, 4), Place("mpirun", 7, 8, 3, 4):  # one, two machines
@@ -144,12 +118,11 @@ def test_more_processes_than_gpus() -> None:
 XEON, AMD = "Intel(R) Xeon(R) Platinum 8481C", "AMD EPYC 9B14"
 
 
-@pytest.mark.parametrize(
-    ("capability", "chosen"), [((8, 0), "bf16"), ((7, 5), "fp16"), ((7, 0), "fp16"), ((6, 1), "no")]
-)
-def test_a_gpu(capability: tuple[int, int], chosen: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert precision.auto_precision("cuda") == chosen
+def test_a_gpu(monkeypatch: Any) -> None:
+    table = {(8, 0): "bf16", (7, 5): "fp16", (7, 0): "fp16", (6, 1): "no"}
+    for capability, chosen in table.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda each=capability: each)
+        assert precision.auto_precision("cuda") == chosen
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""toolkit/training/{optimizer,prepare,schedule}.py: parameter groups, optimizers, the config of each strategy, numbers
-of steps, evaluations; `--torch_compile`: equal numbers and names, few graphs, an error where it does not help."""
+"""toolkit/training/{optimizer,prepare,schedule}.py: parameter groups, optimizers, the config of
+each strategy, steps and evaluations; `--torch_compile`: equal numbers, refused where useless."""
 
 import re
 from functools import partial
@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification as Classifier
 
 from tests.faults import refusal
 from tests.matrix import REVIEWS, runs
-from tests.models.test_classifier import FAMILIES, SIZES, load
+from tests.models.test_classifier import FAMILIES, SIZES
 from tests.runs import losses_of
 from tests.splits import of_lengths
 from toolkit.config import TrainingSettings
@@ -78,17 +78,14 @@ def test_norms_are_recognized_by_name_and_frozen_parameters_left_out() -> None:
 
 
 # others, and their arguments: tests/test_sameness.py
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_an_optimizer_that_cannot_be_made() -> None:
+    for options, message in (
         ({"optimizer": "adamm"}, r"adamw\?.* adamw, adafactor, sgd"),
         ({"optimizer_args": "lr=1e-3"}, "--learning_rate"),
         ({"optimizer_args": "eps=f(1)"}, "write momentum=0.9"),
         ({"optimizer_args": "0.9"}, "each argument needs a name"),
-    ],
-)
-def test_an_optimizer_that_cannot_be_made(options: dict[str, Any], message: str) -> None:
-    refusal(make_optimizer, tiny("bert"), TrainingSettings(**options), match=message)
+    ):
+        refusal(make_optimizer, tiny("bert"), TrainingSettings(**options), match=message)
 
 
 def accelerator_with(config: Any = None, stage: int = 2, is_fsdp2: bool = False) -> Any:
@@ -125,17 +122,14 @@ def test_the_settings_win_over_the_deepspeed_config(value: Any, capsys: Any) -> 
     assert ("train_batch_size" in line) == (value == 64)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
+def test_a_deepspeed_config_that_no_run_can_use() -> None:
+    for config in (
         {"optimizer": {"type": "AdamW"}},
         {"scheduler": {"type": "WarmupLR"}},
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
         {"zero_optimization": {"stage": 0}},
-    ],
-)
-def test_a_deepspeed_config_that_no_run_can_use(config: dict[str, Any]) -> None:
-    refusal(_refuse_unusable, {**AUTO, **config}, says=["the DeepSpeed config"])
+    ):
+        refusal(_refuse_unusable, {**AUTO, **config}, says=["the DeepSpeed config"])
 
 
 LAYERS = {"bert": "BertLayer", "roberta": "RobertaLayer", "electra": "ElectraLayer", "albert": "AlbertLayerGroup",
@@ -150,18 +144,23 @@ def test_fsdp_gathers_layer_by_layer(model_type: str) -> None:
     assert plugin.transformer_cls_names_to_wrap == [LAYERS[model_type]]
 
 
-@pytest.mark.parametrize(
-    ("options", "samples", "steps_per_epoch", "total"),
-    [
-        ({}, 100, 4, 12),
-        ({"num_train_epochs": 0.3}, 100, 4, 2),
-        ({"max_steps": 7, "num_train_epochs": 1}, 100, 4, 7),
-        ({"global_batch_size": 1000}, 5, 1, 3),
-    ],
-)
-def test_steps(options: dict[str, Any], samples: int, steps_per_epoch: int, total: int) -> None:
-    schedule = make_schedule(TrainingSettings(**options), of_lengths(np.full(samples, 8)))
-    assert (schedule.steps_per_epoch, schedule.total_steps) == (steps_per_epoch, total)
+def test_steps_and_evaluations() -> None:
+    """Of a hundred samples; the last step is evaluated."""
+    for options, steps_per_epoch, evaluations in (
+        ({}, 4, [4, 8, 12]),
+        ({"num_train_epochs": 0.3}, 4, [2]),
+        ({"max_steps": 7, "num_train_epochs": 1}, 4, [4, 7]),
+        ({"global_batch_size": 1000}, 1, [1, 2, 3]),
+        ({"eval_every": 5}, 4, [5, 10, 12]),
+    ):
+        schedule = make_schedule(TrainingSettings(**options), of_lengths(np.full(100, 8)))
+        assert (schedule.steps_per_epoch, schedule.total_steps) == (
+            steps_per_epoch,
+            evaluations[-1],
+        )
+        run: Any = SimpleNamespace(schedule=schedule)
+        numbers = range(1, schedule.total_steps + 1)
+        assert [n for n in numbers if Step(run, n, np.zeros(0), [], 1).evaluates] == evaluations
 
 
 def test_a_text_longer_than_any_batch() -> None:
@@ -169,21 +168,6 @@ def test_a_text_longer_than_any_batch() -> None:
     says = ("--max_tokens_per_batch 99", "100 tokens", "--max_length 99")
     refusal(max_micro_batches, TrainingSettings(max_tokens_per_batch=99), train, 1, says=says)
     max_micro_batches(TrainingSettings(max_tokens_per_batch=100), train, 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "steps"),
-    [
-        ({}, [4, 8, 12]),
-        ({"eval_every": 5}, [5, 10, 12]),
-        ({"max_steps": 6}, [4, 6]),
-    ],
-)
-def test_evaluations(options: dict[str, Any], steps: list[int]) -> None:
-    schedule = make_schedule(TrainingSettings(**options), of_lengths(np.full(100, 8)))
-    run: Any = SimpleNamespace(schedule=schedule)
-    numbers = range(1, schedule.total_steps + 1)
-    assert [n for n in numbers if Step(run, n, np.zeros(0), [], 1).evaluates] == steps
 
 
 def test_a_scheduler_is_one_of_the_prepared_optimizer() -> None:
@@ -199,34 +183,6 @@ def test_a_scheduler_is_one_of_the_prepared_optimizer() -> None:
 
 WORDS = [*REVIEWS, *"--learning_rate 3e-3 --lr_scheduler_type constant --eval_every 4".split()]
 WORDS += ["--per_device_batch_size", 5, "--global_batch_size", 22]
-SHAPES = [(3, 9), (4, 17), (2, 40), (1, 9), (5, 131), (3, 8), (3, 33), (7, 21)]
-
-
-@pytest.mark.slow
-def test_layers_are_compiled_in_place_for_any_length(tiny_model: Path, monkeypatch: Any) -> None:
-    compile_it = torch.nn.Module.compile  # a C++ compiler takes minutes
-    monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda part, **how: compile_it(part, backend="aot_eager", **how)
-    )
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    plain, compiled = (load(tiny_model, dropout=0) for _ in range(2))
-    compile_layers(accelerator_with(), compiled)
-    assert list(compiled.state_dict()) == list(plain.state_dict())
-    for step, shape in enumerate(SHAPES):
-        ids = torch.randint(5, 127, shape, generator=torch.Generator().manual_seed(step))
-        inputs = {"input_ids": ids}
-        if step % 2:
-            inputs["attention_mask"] = (ids % 9 > 0).long()
-        for training in (True, False):
-            with torch.set_grad_enabled(training):
-                theirs, ours = (each.train(training)(**inputs).logits for each in (plain, compiled))
-            torch.testing.assert_close(ours, theirs)
-            if training:
-                ours.sum().backward()
-    # two kinds of layers x training or not x a mask or none x several texts or one
-    assert 2 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 16
-    torch._dynamo.reset()
 
 
 def test_unsuitable_models_and_strategies() -> None:

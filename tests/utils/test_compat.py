@@ -83,13 +83,3 @@ def test_code_digest_of_the_recipe_and_any_module(tmp_path: Path, monkeypatch: P
             file.write_text(text)
             digests.add(versions.code_digest(recipe))
     assert len(digests) == 6
-    for script in ("-c", "/usr/bin/env", "."):  # no recipe
-        assert versions.code_digest(script) == versions.code_digest("")
-
-
-def test_describe_differences() -> None:
-    same = {"torch": "2.13.0", "labels": ["a"]}
-    other = same | {"torch": "2.12.1"}
-    several = [("A", same), ("A", same), ("B", other), ("B", other)]  # ranks of one host
-    assert versions.describe_differences(several) == "torch is 2.13.0 on A and 2.12.1 on B"
-    assert versions.describe_differences([("A", same), ("B", same)]) == ""

@@ -1,4 +1,5 @@
-"""toolkit/pretrained.py: without a network a hub name fails within seconds, with the alternatives."""
+"""toolkit/pretrained.py: without a network a hub name fails within seconds, with the alternatives
+and the environment variables that count."""
 
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from tests.runs import free_port
 from toolkit.config import ModelSettings
 from toolkit.data.read import read_hub
 from toolkit.data.tokenizer import load_tokenizer
-from toolkit.pretrained import check_reachable
+from toolkit.pretrained import check_reachable, load_plain_tokenizer
 
 
 @pytest.fixture
@@ -21,16 +22,26 @@ def closed(monkeypatch: Any) -> str:
     hub = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", hub)
+    monkeypatch.setenv("HTTPS_PROXY", "http://user:secret@127.0.0.1:9")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
     check_reachable.cache_clear()
     return hub
 
 
 def test_unreachable_hub(closed: str) -> None:
     started = time.monotonic()
-    says = ["nobody/no-", closed, "HF_ENDPOINT=", "modelscope download --"]
-    refusal(load_tokenizer, ModelSettings(model_name_or_path="nobody/no-model"), says=says)
-    refusal(read_hub, "nobody/no-data", says=says)
+    says = ["nobody/no-", closed, "HF_ENDPOINT=", "HTTPS_PROXY"]
+    settings = ModelSettings(model_name_or_path="nobody/no-model")
+    line = refusal(load_tokenizer, settings, says=[*says, "modelscope download --"])
+    assert "secret" not in line + refusal(read_hub, "nobody/no-data", says=says)
     assert time.monotonic() - started < 100
+    refusal(load_plain_tokenizer, "./nothing", says=["./nothing", "give a folder"])
+
+
+def test_offline_mode_is_named(closed: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for kind in ("model", "dataset"):
+        refusal(check_reachable, "nobody/nothing", kind, says=["no folder here", "offline mode"])
 
 
 def test_the_copy_in_the_cache(closed: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
