@@ -201,7 +201,7 @@ def main() -> None:
 
     def overflowing_mean(step: Step, losses: torch.Tensor) -> torch.Tensor:
         nonlocal number
-        number, accelerator = step.number, step.steps.accelerator
+        number, accelerator = step.number, step.loop.accelerator
         steps = (IN_THE_LOSS,) if accelerator.scaler else (IN_THE_LOSS, IN_A_SHARD)
         overflows = number in steps and accelerator.process_index == accelerator.num_processes - 1
         return step_mean(step, losses) * (math.inf if overflows else 1)

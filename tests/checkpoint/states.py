@@ -80,7 +80,7 @@ def save_state(live: LiveState, folder: Path, step: int) -> None:
     """As toolkit/training/checkpoints.py; all ranks must call it."""
     tables = {
         folders.WEIGHTS_FILE: live.weight_shapes(),
-        folders.OPTIMIZER_FILE: live.optimizer_shapes(),
+        folders.OPTIMIZER_FILE: live.moment_shapes(),
     }
     optimizer = {"class": live.algorithm, "groups": live.changed_groups()}
     facts = {"step": step, "tied": tied_names(live.module), "excluded": {}, "optimizer": optimizer}

@@ -78,7 +78,7 @@ def boards(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Board]]:
 
 
 def end_thread(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board, "_exchange", lambda number: True)
+    monkeypatch.setattr(board, "_beat", lambda number: True)
     board._thread.join(5)
 
 

@@ -18,7 +18,7 @@ from toolkit.utils.modules import unwrapped
 
 def live_state(accelerator: Accelerator, model: Any, optimizer: Any = None) -> LiveState:
     """The state of a prepared model and optimizer; under DeepSpeed the engine's optimizer is
-    taken."""
+    taken. Reshards FSDP2's root, whose parameters stay unsharded after an evaluation."""
     module, device = unwrapped(model), accelerator.device
     plugin = accelerator.state.deepspeed_plugin
     if plugin is not None:
@@ -27,11 +27,11 @@ def live_state(accelerator: Accelerator, model: Any, optimizer: Any = None) -> L
     reshard(module)
     inner = getattr(optimizer, "optimizer", optimizer)
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        return ShardedState(module, inner, device)
+        return Fsdp2State(module, inner, device)
     return LiveState(module, inner, device)
 
 
-class ShardedState(LiveState):
+class Fsdp2State(LiveState):
     """FSDP2: each rank has some rows of each parameter, as a DTensor."""
 
     sharded = True

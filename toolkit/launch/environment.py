@@ -70,6 +70,8 @@ class Place:
     """This process's ranks and world sizes, as its launcher announces them."""
 
     launcher: str
+    """toolkit, deepspeed, accelerate, torchrun, mpirun, srun, environment (torch's variables, set
+    by hand) or python (none)."""
     rank: int
     world_size: int
     local_rank: int

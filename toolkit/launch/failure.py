@@ -44,15 +44,15 @@ _CONNECTION_ERRORS = re.compile(
 
 @dataclass
 class ExitState:
-    """What any thread of this process needs to end it. The rest of the package sets `close`,
-    `explain` and `exit_code`."""
+    """The run's processes, and what any thread of this one needs to end it. The rest of the package
+    sets `close`, `explain` and `exit_code`."""
 
     place: Place
     """As the launcher announced it, before this process chose its device."""
     close: Callable[[], object] | None = None
     """Closes trackers (in 10 s at most) before `os._exit`, which closes nothing."""
     explain: Callable[[Exception], str | None] | None = None
-    """Returns the message for an exception; None for a traceback."""
+    """Returns the message for an exception of what is computed now; None for a traceback."""
     exit_code: int = 0
     """Of `run`, when all went well: 128 + a stop signal that ended the work early."""
     world: World | None = None

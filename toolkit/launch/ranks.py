@@ -39,15 +39,15 @@ class World:
     """In which they form their group."""
     machines: list[tuple[str, list[int]]] = field(default_factory=list)
     """(host, its ranks), in order."""
-    exchanges: int = 0
+    gathers: int = 0
 
-    def exchange(self, value: Any, purpose: str) -> list[Any]:
+    def gather(self, value: Any, purpose: str) -> list[Any]:
         """Gathers a value of each rank, without a timeout: a collective would time out while one
         machine works longer than others."""
         from torch.distributed import PrefixStore
 
-        self.exchanges += 1
-        store = PrefixStore(f"exchange {self.exchanges}", self.store)
+        self.gathers += 1
+        store = PrefixStore(f"gather {self.gathers}", self.store)
         return exchange(
             store, "rank", self.place.rank, self.place.world_size, value, purpose
         )
@@ -138,7 +138,7 @@ def list_machines() -> list[str]:
 def wait_for_all(what: str) -> None:
     """A barrier without a timeout. `what`: what others may still work on."""
     if exit_state.world is not None:
-        exit_state.world.exchange(None, what)
+        exit_state.world.gather(None, what)
 
 
 def require_equal(what: str, values: Mapping[str, Any]) -> None:
@@ -150,4 +150,4 @@ def require_equal(what: str, values: Mapping[str, Any]) -> None:
     host = f"rank {world.place.rank}"
     if list_machines():
         host = socket.gethostname()
-    refuse_differences(what, world.exchange((host, values), what))
+    refuse_differences(what, world.gather((host, values), what))

@@ -23,7 +23,7 @@ from toolkit import launch
 from toolkit.config import flat
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
-from toolkit.training.verified import strategy_name
+from toolkit.launch.strategy import strategy_name
 from toolkit.utils.files import explain_write_errors, nan_to_none, read_table, replace_file
 from toolkit.utils.log import logger
 from toolkit.utils.versions import versions
@@ -54,11 +54,11 @@ class RunFiles:
         }
         self._replace("config.json", [dumps(config, indent=2), "\n"])
 
-    def mark_stopped(self, **facts: Any) -> None:
+    def mark_stopped(self, **stop: Any) -> None:
         """Adds to config.json that a stop signal ended the run; the report and the card show it at
         their top."""
         if self.writes:
-            config = {**read_table(self.path / "config.json"), "stopped": facts}
+            config = {**read_table(self.path / "config.json"), "stopped": stop}
             self._replace("config.json", [dumps(config, indent=2), "\n"])
 
     def truncate_to_checkpoint(self, state: Mapping[str, Any] | None) -> None:
