@@ -3,6 +3,7 @@ process has its cores and its GPU; all compute in the precision that this hardwa
 
 import json
 import os
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -129,7 +130,8 @@ def test_require_equal(monkeypatch: Any) -> None:
 
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(compare, range(3), [1, 2, 1]))
-    words = "the settings are not the same everywhere: seed is 1 on rank 0 and 2 on rank 1"
+    host = socket.gethostname()
+    words = f"the settings are not the same everywhere: seed is 1 on {host} (rank 0) and 2 on {host} (rank 1)"
     assert [words in fault for fault in faults] == [True] * 3
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import xxhash
+from accelerate.utils import broadcast_object_list
 from safetensors import safe_open
 
 from toolkit.checkpoint.safetensors_writer import DTYPES_BY_NAME, Shapes, write_safetensors
@@ -186,9 +187,11 @@ def load(folder: Path, live: LiveState, state: Mapping[str, Any]) -> None:
     live.before_loading()
     live.scatter(weights.shapes, live.weights(), weights.read)
     live.create_moments(optimizer.shapes, optimizer.numbers)
-    moments = optimizer.shapes.copy()
-    for number in optimizer.numbers:
-        del moments[number]
+    moments = {
+        name: each
+        for name, each in optimizer.shapes.items()
+        if name not in optimizer.numbers
+    }
     live.scatter(moments, live.moments(), optimizer.read)
     groups = state["optimizer"]["groups"]
     for group, changed in zip(live.optimizer.param_groups, groups, strict=False):
@@ -216,7 +219,7 @@ class TensorFile:
         """Of its tensors, on all ranks."""
         self.numbers: dict[str, Any]
         """The values of those without dimensions, such as `step`, on all ranks."""
-        self.shapes, self.numbers = live.broadcast((shapes, numbers))
+        self.shapes, self.numbers = broadcast_object_list([(shapes, numbers)])[0]
 
     def read(self, name: str) -> torch.Tensor:
         """On rank 0."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from toolkit.checkpoint.parameters import (
     full_shape,
@@ -58,10 +59,8 @@ class MasterShard:
 
 
 class LiveState:
-    """One process or DDP: each rank has the full state. Subclasses are the other strategies."""
-
-    sharded = False
-    """Whether ranks have different elements."""
+    """One process or DDP: each rank has the full state. FSDP2: each rank has some rows of each
+    parameter, as a DTensor. Subclasses are DeepSpeed's."""
 
     def __init__(
         self, module: torch.nn.Module, optimizer: Any, device: torch.device
@@ -73,17 +72,12 @@ class LiveState:
         self._full_shapes = {
             name: full_shape(each) for name, each in module.named_parameters()
         }
+        self.sharded = any(isinstance(each, DTensor) for each in module.parameters())
+        """Whether ranks have different elements."""
         self.rank, self.world = 0, 1
         if torch.distributed.is_initialized():
             self.rank = torch.distributed.get_rank()
             self.world = torch.distributed.get_world_size()
-
-    def broadcast(self, content: Any) -> Any:
-        """Rank 0's JSON-like content, on all ranks. Collective."""
-        contents = [content]
-        if self.world > 1:
-            torch.distributed.broadcast_object_list(contents, 0)
-        return contents[0]
 
     @property
     def algorithm(self) -> str:

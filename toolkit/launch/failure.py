@@ -129,11 +129,11 @@ def _describe(error: Exception) -> Failure:
     # torch's; a tracker or a hub raises an OSError instead
     several = isinstance(error, RuntimeError) and exit_state.place.world_size > 1
     if several and _CONNECTION_ERRORS.search(str(error)):
-        failure = _failure(
+        line = (
             "lost the connection to another process, which exited, was killed or does not come "
             f"({first_line(error)}); docs/stuck.md"
         )
-        return replace(failure, is_effect=True)
+        return replace(_failure(line), is_effect=True)
     trace = "".join(traceback.format_exception(error))
     return _failure(f"{type(error).__name__}: {first_line(error)}", trace)
 

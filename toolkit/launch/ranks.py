@@ -135,19 +135,11 @@ def list_machines() -> list[str]:
     return [name_machine(*machine) for machine in world.machines]
 
 
-def wait_for_all(what: str) -> None:
-    """A barrier without a timeout. `what`: what others may still work on."""
-    if exit_state.world is not None:
-        exit_state.world.gather(None, what)
-
-
 def require_equal(what: str, values: Mapping[str, Any]) -> None:
-    """Waits for all ranks. Raises UserError on all of them if a value differs, with the values and
-    their hosts."""
+    """Waits for all ranks, without a timeout. Raises UserError on all of them if a value differs,
+    with the values and their hosts. `what`: the values, or what others may still work on."""
     world = exit_state.world
     if world is None:
         return
-    host = f"rank {world.place.rank}"
-    if list_machines():
-        host = socket.gethostname()
+    host = f"{socket.gethostname()} (rank {world.place.rank})"
     refuse_differences(what, world.gather((host, values), what))

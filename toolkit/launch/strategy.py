@@ -42,8 +42,7 @@ def set_deepspeed_variables(place: Place, device: str) -> bool:
     """Returns whether this launch uses DeepSpeed, and then sets the variables of `accelerate
     launch`, which the process's further accelerators read too. Raises UserError if DeepSpeed is
     missing, or if the config file asks for FSDP."""
-    option = os.environ.get(DEEPSPEED_CONFIG)
-    file = option or os.environ.get(_CONFIG_FILE)
+    file = os.environ.get(DEEPSPEED_CONFIG) or os.environ.get(_CONFIG_FILE)
     by_accelerate = is_set("ACCELERATE_USE_DEEPSPEED")
     if not (by_accelerate or file or place.launcher == "deepspeed"):
         return False
