@@ -18,12 +18,12 @@ from toolkit.checkpoint.model_folder import has_model, save_model
 from toolkit.config import ObjectiveSettings, section_in
 from toolkit.data.prepare import Data
 from toolkit.errors import UserError
+from toolkit.pretrained import model_digest
 from toolkit.training.average import average_as_weights, remove_average
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.extra_state import load_registered
 from toolkit.training.optimizer import set_schedule
 from toolkit.training.precision import set_scaler
-from toolkit.utils.cache import digest_of_files
 from toolkit.utils.log import logger
 
 # Settings that do not change what is trained. Of files and models the content is compared instead,
@@ -82,7 +82,7 @@ def identity_of(
     training = settings.training
     source = str(settings.model.model_name_or_path)
     if accelerator.is_main_process and Path(source).is_dir():
-        source = digest_of_model(Path(source))
+        source = model_digest(source)
     return {
         "recipe": recipe,
         "model": source,
@@ -94,12 +94,6 @@ def identity_of(
         "seed": training.seed,
         "sampling": section_in(settings, ObjectiveSettings).sampling,
     }
-
-
-def digest_of_model(folder: Path) -> str:
-    """Of the folder's config and weights."""
-    weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
-    return digest_of_files(folder, [folder / "config.json", *weights])
 
 
 def _refuse_other_job(folder: Path, provenance: Mapping[str, Any]) -> None:
