@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate import PartialState
 from torch import nn
 
 from toolkit.checkpoint import folder as folders
@@ -118,6 +119,7 @@ def start_group() -> None:
 
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo", verbose=False)
+    PartialState(cpu=True)  # for accelerate's broadcasts
 
 
 class Way:

@@ -12,7 +12,7 @@ from tests.runs import free_port
 from toolkit.config import ModelSettings
 from toolkit.data.read import read_hub
 from toolkit.data.tokenizer import load_tokenizer
-from toolkit.pretrained import check_reachable
+from toolkit.pretrained import use_cache_if_unreachable
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def closed(monkeypatch: Any) -> str:
     hub = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", hub)
-    check_reachable.cache_clear()
+    use_cache_if_unreachable.cache_clear()
     return hub
 
 
@@ -35,6 +35,6 @@ def test_unreachable_hub(closed: str) -> None:
 
 def test_the_copy_in_the_cache(closed: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr("toolkit.pretrained.try_to_load_from_cache", lambda *_, **__: str(tmp_path))
-    check_reachable("nobody/no-model")
+    use_cache_if_unreachable("nobody/no-model")
     assert closed in capsys.readouterr().err
     assert constants.HF_HUB_OFFLINE

@@ -5,7 +5,7 @@ from huggingface_hub import constants
 
 from tests.faults import refusal
 from tests.runs import free_port
-from toolkit.pretrained import check_reachable, load_plain_tokenizer
+from toolkit.pretrained import load_plain_tokenizer, use_cache_if_unreachable
 
 
 @pytest.mark.parametrize("offline", [True, False])
@@ -18,6 +18,6 @@ def test_the_variables_of_an_unreachable_hub(
     monkeypatch.delenv("HF_HUB_OFFLINE")
     says = ["no folder here", "HTTPS_PROXY", *["offline mode"] * offline]
     for kind in ("model", "dataset"):
-        check_reachable.cache_clear()
-        assert "secret" not in refusal(check_reachable, "nobody/nothing", kind, says=says)
+        use_cache_if_unreachable.cache_clear()
+        assert "secret" not in refusal(use_cache_if_unreachable, "nobody/nothing", kind, says=says)
     refusal(load_plain_tokenizer, "./nothing", says=["./nothing", "give a folder"])

@@ -26,7 +26,7 @@ from toolkit.errors import Faults, UserError, listing
 from toolkit.utils.cache import digest_of_file
 from toolkit.utils.files import (
     draft_path,
-    read_table,
+    read_json_object,
     replace_file,
     replace_folder,
     write_new,
@@ -86,7 +86,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     """A checkpoint's state.json. Raises UserError if it is missing, damaged or of another
     format."""
     path = folder / STATE_FILE
-    state = read_table(path)
+    state = read_json_object(path)
     digest = state.pop("digest", None)
     if state.get("format") != FORMAT or digest != _digest(state):
         raise UserError(

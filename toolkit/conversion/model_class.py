@@ -12,7 +12,7 @@ import torch
 
 from toolkit.conversion.stored import Checkpoint, Stored
 from toolkit.errors import Faults, UserError, first_line, listing
-from toolkit.utils.files import read_table
+from toolkit.utils.files import read_json_object
 
 CONFIG = "config.json"
 # peft's name of a task -> transformers' table of classes
@@ -38,7 +38,7 @@ def model_class(
     Raises UserError for a config that transformers cannot build."""
     import transformers
 
-    settings = read_table(path)
+    settings = read_json_object(path)
     kind = getattr(transformers, (settings.get("architectures") or [""])[0], None)
     if kind is None or settings.get("model_type") not in transformers.CONFIG_MAPPING:
         return None

@@ -16,7 +16,7 @@ from toolkit.conversion.deepspeed import find_tag_folder, is_tag_folder, open_de
 from toolkit.conversion.stored import Check, Checkpoint, Stored
 from toolkit.conversion.torch_files import open_torch_file
 from toolkit.errors import UserError, listing
-from toolkit.utils.files import read_table, refuse_lfs_pointer
+from toolkit.utils.files import read_json_object, refuse_lfs_pointer
 
 STATE = "state.json"
 _EXPECTED = (
@@ -139,7 +139,7 @@ def _open_model(folder: Path, name: str) -> Checkpoint:
         raise UserError(f"{folder} has several models (also {second.name}): name a file")
     if (folder / name).is_file():
         return replace(_open_state(folder / name), path=folder)
-    weight_map = read_table(folder / f"{name}.index.json")["weight_map"]
+    weight_map = read_json_object(folder / f"{name}.index.json")["weight_map"]
     tensors: dict[str, Stored] = {}
     checks: list[Check] = []
     for file in sorted(set(weight_map.values())):

@@ -165,7 +165,7 @@ def exchange(
     return values
 
 
-def refuse_differences(what: str, tables: Sequence[versions.Table]) -> None:
+def refuse_differences(what: str, tables: Sequence[versions.HostValues]) -> None:
     """Raises UserError if a value differs between the members of a run."""
     differences = versions.describe_differences(tables)
     if differences:

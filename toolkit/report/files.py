@@ -24,7 +24,12 @@ from toolkit.config import flat
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
 from toolkit.launch.strategy import strategy_name
-from toolkit.utils.files import explain_write_errors, nan_to_none, read_table, replace_file
+from toolkit.utils.files import (
+    explain_write_errors,
+    nan_to_none,
+    read_json_object,
+    replace_file,
+)
 from toolkit.utils.log import logger
 from toolkit.utils.versions import versions
 
@@ -58,7 +63,7 @@ class RunFiles:
         """Adds to config.json that a stop signal ended the run; the report and the card show it at
         their top."""
         if self.writes:
-            config = {**read_table(self.path / "config.json"), "stopped": stop}
+            config = {**read_json_object(self.path / "config.json"), "stopped": stop}
             self._replace("config.json", [dumps(config, indent=2), "\n"])
 
     def truncate_to_checkpoint(self, state: Mapping[str, Any] | None) -> None:
@@ -85,8 +90,8 @@ class RunFiles:
         # after a kill here there are none, rather than earlier ones
         if self.writes and not extra:
             (self.path / "predictions.jsonl").unlink(missing_ok=True)
-        place = {"step": step, "split": evaluation.split}
-        self.append("eval.jsonl", {**place, **extra, **evaluation.numbers})
+        line = {"step": step, "split": evaluation.split, **extra, **evaluation.numbers}
+        self.append("eval.jsonl", line)
 
     def write_predictions(self, evaluation: Evaluation) -> None:
         """Replaces predictions.jsonl, whole, once all its lines are written."""
@@ -162,7 +167,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 def run_config(folder: Path) -> dict[str, Any]:
     """config.json of a run. Raises UserError if `folder` holds none."""
     path = folder / "config.json"
-    config = read_table(path) if path.is_file() else {}
+    config = read_json_object(path) if path.is_file() else {}
     if "data" not in config:  # nor in that of a model
         raise UserError(f"{folder} is not a run folder: it has no config.json of a run")
     return config

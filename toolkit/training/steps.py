@@ -351,8 +351,8 @@ class Steps:
         samples = sum(len(step.indices) for step in finished)
         tokens = sum(step.tokens for step in finished)
         lines = []
-        for place, step in enumerate(finished):
-            sums = [each["sums"][place] for each in by_rank]
+        for index, step in enumerate(finished):
+            sums = [each["sums"][index] for each in by_rank]
             means = mean_by_name(sums, step.loss_denominator)
             lines.append(
                 StepMetrics(
@@ -360,7 +360,7 @@ class Steps:
                     epoch=round(step.number / self.schedule.steps_per_epoch, 4),
                     loss=means.pop(_LOSS),
                     learning_rate=step.learning_rate,
-                    grad_norm=by_rank[0]["grad_norms"][place],
+                    grad_norm=by_rank[0]["grad_norms"][index],
                     samples=len(step.indices),
                     tokens=step.tokens,
                     samples_per_second=round(samples / seconds, 2),
