@@ -1,7 +1,7 @@
 """Settings -> tables -> a cached folder of tokens and targets -> the data of a run.
 
-The name of the folder is a digest of all that its content depends on (`_cache_key`): a second run, or
-one with another learning rate, reads and tokenizes nothing."""
+The name of the folder is a digest of all that its content depends on (`_cache_key`): a second run,
+or one with another learning rate, reads and tokenizes nothing."""
 
 from __future__ import annotations
 

@@ -167,6 +167,7 @@ def verify_world(place: Place) -> None:
     state = PartialState()
     joined = torch.ones(1, device=state.device)
     if torch.distributed.is_initialized():
+        # the devices' first contact: here an error comes before hours of tokenizing
         torch.distributed.all_reduce(joined)
     count = min(int(joined), state.num_processes)
     number, source = strategy.requested_processes(place)

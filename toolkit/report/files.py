@@ -3,7 +3,7 @@
 | file | written by | when |
 |---|---|---|
 | config.json | `RunFiles` | at the start; after a stop signal |
-| metrics.jsonl, eval.jsonl, predictions.jsonl | `RunFiles`, called by `log.RunLog` | at each step and evaluation |
+| metrics.jsonl, eval.jsonl, predictions.jsonl | `RunFiles` for `RunLog` | at steps and evaluations |
 | report.html, model/README.md | `html`, `card` | at the end, and after a stop signal |
 """
 
