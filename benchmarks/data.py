@@ -98,7 +98,7 @@ def steps(folder: Path) -> dict[str, float]:
     computed = time.process_time() - computed
     starts = itertools.cycle(range(0, len(order), BATCH))
     for start in itertools.islice(starts, STEPS):
-        for mine in micro_batches(split, order[start : start + BATCH], BATCH, 0, 1):
+        for mine in micro_batches(split, order[start : start + BATCH], BATCH, 1):
             collate(mine)
     done = time.perf_counter()
     anonymous, mapped = (now - then for now, then in zip(resident(), before, strict=True))

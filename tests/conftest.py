@@ -86,14 +86,12 @@ def without_charts(monkeypatch: Any) -> None:
 
 
 @pytest.fixture
-def no_launcher(monkeypatch: Any) -> Iterator[None]:
+def no_launcher() -> Iterator[None]:
     """An environment in which nothing was launched, restored afterwards, whatever the test sets."""
     from toolkit.launch.options import clean_environment
 
-    kept = clean_environment(os.environ)
-    for name in set(os.environ) - set(kept):
-        monkeypatch.delenv(name)
     before = dict(os.environ)
+    clean_environment(os.environ)
     yield
     os.environ.clear()
     os.environ.update(before)

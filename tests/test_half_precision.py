@@ -197,11 +197,11 @@ def state_of(accelerator: Accelerator, optimizer: Any) -> dict[str, Any]:
 def main() -> None:
     grows = sys.argv.pop(1) == "grows"
     state: dict[str, Any] = {}
-    step_mean, clip, resume, number = Step.mean, Accelerator.clip_grad_norm_, Run._resume, 0
+    step_mean, clip, begin, number = Step.mean, Accelerator.clip_grad_norm_, Run._begin, 0
 
     def overflowing_mean(step: Step, losses: torch.Tensor) -> torch.Tensor:
         nonlocal number
-        number, accelerator = step.number, step.steps.accelerator
+        number, accelerator = step.number, step.loop.accelerator
         steps = (IN_THE_LOSS,) if accelerator.scaler else (IN_THE_LOSS, IN_A_SHARD)
         overflows = number in steps and accelerator.process_index == accelerator.num_processes - 1
         return step_mean(step, losses) * (math.inf if overflows else 1)
@@ -216,8 +216,8 @@ def main() -> None:
                     grad.to_local().fill_(math.inf)
         return clip(accelerator, parameters, *more)
 
-    def resume_scaled(run: Run, evaluate: Any) -> None:
-        resume(run, evaluate)
+    def begin_scaled(run: Run, evaluate: Any) -> None:
+        begin(run, evaluate)
         accelerator, optimizer = run.accelerator, run._steps.optimizer
         state.update(accelerator=accelerator, optimizer=optimizer)
         if not run._steps.done:
@@ -229,7 +229,7 @@ def main() -> None:
 
     with contextlib.ExitStack() as patches:
         patch = mock.patch.object
-        patches.enter_context(patch(Run, "_resume", resume_scaled))
+        patches.enter_context(patch(Run, "_begin", begin_scaled))
         if not grows:
             patches.enter_context(patch(Step, "mean", overflowing_mean))
             patches.enter_context(patch(Accelerator, "clip_grad_norm_", overflowing_clip))

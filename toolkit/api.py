@@ -118,4 +118,4 @@ def convert(checkpoint: str | Path, out: str | Path, **options: Any) -> list[str
 
 def wait_for_all() -> None:
     """A barrier over all processes: call it last in the function that `notebook_launcher` runs."""
-    launch.wait_for_all("the end of the notebook's function")
+    launch.require_equal("the end of the notebook's function", {})

@@ -164,7 +164,7 @@ def explain_load_errors(name: str, attention: str | None = None) -> Iterator[str
     if Path(name).is_dir():
         _refuse_wrong_folder(Path(name))
     elif not name.startswith(PREFIX):
-        check_reachable(name)
+        use_cache_if_unreachable(name)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs many retries
     config = Path(name) / _CONFIG
     try:
@@ -220,7 +220,9 @@ def _load_error(name: str, attention: str | None, error: BaseException) -> str:
 
 
 @cache
-def check_reachable(name: str, kind: str = "model", copy: Path | None = None) -> None:
+def use_cache_if_unreachable(
+    name: str, kind: str = "model", copy: Path | None = None
+) -> None:
     """Asks the hub for a name once, because libraries retry each file for a minute. If the hub
     cannot be reached, the copy in the cache (`copy` for a data set) is used. Raises UserError if
     there is none. `kind`: model or dataset."""

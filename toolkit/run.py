@@ -20,7 +20,7 @@ from toolkit.config import (
     PretrainedSettings,
     flat,
     section_in,
-    settings_of_features,
+    settings_after_training,
     tasks,
 )
 from toolkit.data.batches import collator_of
@@ -48,8 +48,9 @@ from toolkit.training.average import Average, average_as_weights
 from toolkit.training.batch_size import fit_batch_size
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.checks import TOKENS, check_tokenizer
+from toolkit.training.extra_state import registered_content
 from toolkit.training.metrics import StepMetrics
-from toolkit.training.optimizer import make_scheduler
+from toolkit.training.optimizer import make_scheduler, updates_done
 from toolkit.training.prepare import prepare_for_strategy
 from toolkit.training.resume import Resumed, identity_of, resume_from
 from toolkit.training.run_folder import RunFolder, open_run_folder
@@ -154,38 +155,24 @@ class Run:
         training = training.limit_tokens(accelerator.device.type, int(train.lengths.max()))
         return fit_batch_size(accelerator, model, collate, training)
 
-    def _open_folder(self, evaluate: Evaluate) -> None:
-        """Not before `evaluate` has run once: a mistake in it, or in `--metric_for_best_model`,
-        leaves no folder behind."""
-        settings, data = self.settings, self.data
-        training = settings.training
-        self.facts: dict[str, Any] = {
-            "settings": flat(settings),
-            "versions": versions(),
-            "identity": identity_of(self.accelerator, settings, data, self.recipe),
-            "script": script_digest(),
-        }
-        self.best = Best(
-            training.metric_for_best_model or data.targets.usual_metric,
-            training.early_stopping_patience,
-            training.greater_is_better,
-        )
-        self.answers = ClassAnswers(data.labels) if data.facts.get("labels") else Answers()
-        self._try_evaluation(evaluate)
-        self.folder = open_run_folder(self.accelerator, training, self.recipe, self.facts)
-        self.checkpoints = Checkpoints(
-            self._steps, self.tokenizer, self.best, self.folder.path, self.facts
-        )
-
     def outputs(self, split: Split) -> Outputs:
         """Collects the outputs for a split, each sample once."""
         training = self._steps.settings
         per_device = training.per_device_eval_batch_size or 2 * training.micro_batch_size
         sizes = BatchSizes(per_device, training.max_tokens_per_batch)
-        answers = ClassAnswers(self.data.labels) if self.data.facts.get("labels") else None
         return Outputs(
-            self.accelerator, split, self.tokenizer, sizes, answers, self._is_trial
+            self.accelerator,
+            split,
+            self.tokenizer,
+            sizes,
+            self._class_answers(),
+            self._is_trial,
         )
+
+    def _class_answers(self) -> ClassAnswers | None:
+        """None where the data have no classes or numbers to predict."""
+        has_labels = self.data.facts.get("labels")
+        return ClassAnswers(self.data.labels) if has_labels else None
 
     def say(self, line: str) -> None:
         """Prints a line, on one process."""
@@ -195,13 +182,13 @@ class Run:
         """Yields the remaining steps, until the last, a stop signal, or
         `--early_stopping_patience` evaluations without improvement.
 
-        Before the first one it resumes the newest checkpoint of this run, if any, and calls
-        `evaluate` on a few rows, to find mistakes early. After each step it logs; every
-        `--eval_every` steps it evaluates the validation rows, and saves the model if it is the best
-        so far; every `--checkpoint_every` steps, and after a stop signal, it saves a checkpoint."""
-        self._resume(evaluate)
+        Before the first one it calls `evaluate` on a few rows, to find mistakes early, and resumes
+        the newest checkpoint of this run, if any. After each step it logs; every `--eval_every`
+        steps it evaluates the validation rows, and saves the model if it is the best so far; every
+        `--checkpoint_every` steps, and after a stop signal, it saves a checkpoint."""
+        self._begin(evaluate)
         for step in self._steps:
-            if self.best.patience_exhausted:
+            if self.best.patience_exhausted:  # here: a resumed run may begin with it
                 metric, count = self.best.metric, self.best.patience_counter
                 self.say(
                     f"{metric} has not improved in {count} evaluations: stopping early"
@@ -214,36 +201,68 @@ class Run:
                 self._stop()
                 return
 
-    def _resume(self, evaluate: Evaluate) -> None:
-        self._open_folder(evaluate)
-        steps, path = self._steps, self.folder.path
+    def _begin(self, evaluate: Evaluate) -> None:
         training = self.settings.training
+        self.best = Best(
+            training.metric_for_best_model or self.data.targets.usual_metric,
+            training.early_stopping_patience,
+            training.greater_is_better,
+        )
+        self.answers = self._class_answers() or Answers()
+        # mistakes of the recipe leave no folder behind
+        self._try_evaluation(evaluate)
+        registered_content(self.accelerator)
+        self._open_folder()
         decay = training.ema_decay
         self._average = None if decay is None else Average(self.checkpoints.live(), decay)
-        free_settings = settings_of_features(self.settings)
-        resumed = resume_from(self.checkpoints, self.folder.origin, free_settings)
-        self.files = RunFiles(self.accelerator, path)
+        untrained = settings_after_training(self.settings)
+        resumed = resume_from(self.checkpoints, self.folder.origin, untrained)
+        self._open_logs(resumed)
+        if resumed and resumed.state["evaluation_left"]:
+            self._evaluate(evaluate, self._steps.done)
+            self.checkpoints.set_links()
+
+    def _try_evaluation(self, evaluate: Evaluate) -> None:
+        """Raises what `evaluate` raises, and UserError if it lacks `--metric_for_best_model`."""
+        self._is_trial = True
+        try:
+            evaluation = evaluate(self.data.validation)
+        finally:
+            self._is_trial = False
+        self.best.check(evaluation.numbers)
+
+    def _open_folder(self) -> None:
+        self.provenance: dict[str, Any] = {
+            "settings": flat(self.settings),
+            "versions": versions(),
+            "identity": identity_of(
+                self.accelerator, self.settings, self.data, self.recipe
+            ),
+            "script": script_digest(),
+        }
+        self.folder = open_run_folder(
+            self.accelerator, self.settings.training, self.recipe, self.provenance
+        )
+        self.checkpoints = Checkpoints(
+            self._steps, self.tokenizer, self.best, self.folder.path, self.provenance
+        )
+
+    def _open_logs(self, resumed: Resumed | None) -> None:
+        """After those of the checkpoint, if it is this run's own."""
+        accelerator, path, done = self.accelerator, self.folder.path, self._steps.done
+        self.files = RunFiles(accelerator, path)
         own = resumed if self.checkpoints.continues else None
         self.files.truncate_to_checkpoint(own.state if own else None)
         write_config(self, resumed)
         start_trackers(
-            self.accelerator,
-            training,
+            accelerator,
+            self.settings.training,
             path,
             self.recipe,
-            self.facts["settings"],
-            steps.done,
+            self.provenance["settings"],
+            done,
         )
-        self._log = RunLog(
-            self.accelerator, self.files, self.schedule.total_steps, steps.done
-        )
-        self._log_start(resumed)
-        if resumed and resumed.state["evaluation_left"]:
-            self._evaluate(evaluate, steps.done)
-            self.checkpoints.set_links()
-
-    def _log_start(self, resumed: Resumed | None) -> None:
-        self.checkpoints.check()
+        self._log = RunLog(accelerator, self.files, self.schedule.total_steps, done)
         lines = [
             *start_lines(self, self._steps.model),
             *(resumed.lines if resumed else []),
@@ -253,26 +272,19 @@ class Run:
             if line:
                 self.say(line)
 
-    def _try_evaluation(self, evaluate: Evaluate) -> None:
-        """Raises what `evaluate` raises, and UserError if it lacks `--metric_for_best_model`."""
-        self._is_trial = True
-        evaluation = evaluate(self.data.validation)
-        self._is_trial = False
-        self.best.check(evaluation.numbers)
-
     def _end_step(self, step: Step, evaluate: Evaluate) -> None:
         """Raises UserError for a loss that is not finite, after logging the steps before it."""
         self._step = None
         steps = self._steps
         if self._average and not steps.optimizer.step_was_skipped:
-            self._average.update(steps.scheduler.scheduler.last_epoch)
+            self._average.update(updates_done(steps.scheduler))
         self._gathered = None
         self._log_steps(steps.finish(step))
-        postponed = False
+        is_left = False
         if step.evaluates:
-            postponed = bool(steps.stop_signal) or not self._evaluate(evaluate, step.number)
+            is_left = bool(steps.stop_signal) or not self._evaluate(evaluate, step.number)
         if self._gathered is not None:  # a step with a checkpoint is always gathered
-            self.checkpoints.save_if_due(self._gathered, postponed)
+            self.checkpoints.save_if_due(self._gathered, evaluation_left=is_left)
 
     def _log_steps(self, finished: Iterator[StepMetrics]) -> None:
         for metrics in finished:
@@ -341,8 +353,13 @@ class Run:
         write_results(self, evaluation, time.monotonic() - self._started)
 
     def _end_training(self, evaluate: Evaluate) -> None:
-        """Also where the recipe has left the loop, in the middle or at the end of a step: evaluates
-        its last weights, and saves them."""
+        """Evaluates and saves the last weights unless they have been:
+
+        - the loop has ended, or the recipe left it between two steps: the steps since the last
+          gather are logged;
+        - the recipe left it within a step, after the update (`grad_norm` is set): the step counts;
+          before it: it does not;
+        - a finished run was resumed: nothing is new, unless it has no best model."""
         if self._step is not None and self._step.grad_norm is not None:
             self._end_step(self._step, evaluate)
         self._log_steps(self._steps.flush())

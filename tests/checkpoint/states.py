@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate import PartialState
 from torch import nn
 
 from toolkit.checkpoint import folder as folders
@@ -97,7 +98,7 @@ def save_state(live: LiveState, folder: Path, step: int) -> None:
     """As toolkit/training/checkpoints.py; all ranks must call it."""
     tables = {
         folders.WEIGHTS_FILE: live.weight_shapes(),
-        folders.OPTIMIZER_FILE: live.optimizer_shapes(),
+        folders.OPTIMIZER_FILE: live.moment_shapes(),
     }
     optimizer = {"class": live.algorithm, "groups": live.changed_groups()}
     facts = {"step": step, "tied": tied_names(live.module), "excluded": {}, "optimizer": optimizer}
@@ -135,6 +136,7 @@ def start_group() -> None:
 
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo", verbose=False)
+    PartialState(cpu=True)  # for accelerate's broadcasts
 
 
 class Way:

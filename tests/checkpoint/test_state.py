@@ -172,9 +172,9 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
 def test_state_that_cannot_be_saved_is_named() -> None:
     live = started("counting", 1)
     live.optimizer.state[live.module.embed.weight]["history"] = [1]  # as LBFGS has
-    refusal(live.optimizer_shapes, says=["Counting", "history", "embed.weight"])
+    refusal(live.moment_shapes, says=["Counting", "history", "embed.weight"])
     live.optimizer.param_groups[0]["past"] = torch.zeros(2)
     refusal(live.changed_groups, says=["Counting", "past"])
     rows = started("adafactor", 1)
     rows.sharded = True  # no shard has rows and columns of the whole parameter
-    refusal(rows.optimizer_shapes, says=["Adafactor", "row_var"])
+    refusal(rows.moment_shapes, says=["Adafactor", "row_var"])

@@ -71,7 +71,7 @@ def boards(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Board]]:
     members = [Board(store, NAMES, me, timeout=60) for me, store in enumerate((server, *clients))]
     yield members
     for member in members:
-        monkeypatch.setattr(member, "_exchange", lambda number: True)
+        monkeypatch.setattr(member, "_beat", lambda number: True)
         member._thread.join(5)
 
 

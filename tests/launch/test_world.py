@@ -60,7 +60,7 @@ def test_deepspeed_config_after_a_script(env: dict[str, str], chosen: str) -> No
     os.environ.update(env)
     launcher = "accelerate" if USES in env else "deepspeed"
     for _ in range(2):  # each model of the process
-        assert strategy.use_deepspeed(Place(launcher, 0, 1, 0, 1), "cpu")
+        assert strategy.set_deepspeed_variables(Place(launcher, 0, 1, 0, 1), "cpu")
         assert Path(os.environ[FILE]).stem == chosen
         assert (os.environ[USES], os.environ.get(ACCUMULATION)) == ("true", None)
         os.environ.pop("TOOLKIT_DEEPSPEED_CONFIG", None)
@@ -70,7 +70,7 @@ def test_a_valid_fsdp_config(accelerator: Accelerator) -> None:
     """`accelerate config` writes fsdp_cpu_ram_efficient_loading: true."""
     os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "true"
-    strategy.check_config()
+    strategy.set_fsdp_variables()
     plugin = FullyShardedDataParallelPlugin()
     assert not plugin.cpu_ram_efficient_loading
     assert plugin.auto_wrap_policy is transformer_auto_wrap_policy
@@ -87,14 +87,14 @@ def test_a_valid_fsdp_config(accelerator: Accelerator) -> None:
 )
 def test_unsupported_configs(name: str, value: str, says: str) -> None:
     os.environ.update({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", name: value})
-    refusal(strategy.check_config, match=says)
+    refusal(strategy.refuse_unsupported, match=says)
 
 
 def test_fsdp_with_what_it_cannot_do(accelerator: Accelerator, monkeypatch: Any) -> None:
     os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_OFFLOAD_PARAMS="true", **ZERO3)
     monkeypatch.setattr(PartialState(), "num_processes", 2)
     refusal(world._set_sharded_type, PartialState(), True, says=["fsdp_offload_params", "false"])
-    refusal(strategy.use_deepspeed, ALONE, "cpu", says=["DeepSpeed", "FSDP"])
+    refusal(strategy.set_deepspeed_variables, ALONE, "cpu", says=["DeepSpeed", "FSDP"])
 
 
 def test_cores_per_process(monkeypatch: Any) -> None:

@@ -20,10 +20,11 @@ from tests.checkpoint.test_folder import flip, save
 from tests.faults import refusal
 from toolkit.checkpoint import folder as folders
 from toolkit.config import SchedulerName, TrainingSettings
+from toolkit.pretrained import model_digest
 from toolkit.training import extra_state
 from toolkit.training.optimizer import make_scheduler, set_schedule
 from toolkit.training.precision import scaler_state, set_scaler
-from toolkit.training.resume import choose_origin, digest_of_model
+from toolkit.training.resume import choose_origin
 from toolkit.training.run_folder import create_run_folder
 
 TOTAL = 17
@@ -210,5 +211,5 @@ def test_another_model_is_noticed(name: str, tmp_path: Path) -> None:
     digests = set()
     for content in ("a", "b"):
         (tmp_path / name).write_text(content)
-        digests.add(digest_of_model(tmp_path))
+        digests.add(model_digest(str(tmp_path)))
     assert len(digests) == 2

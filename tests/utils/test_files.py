@@ -84,7 +84,7 @@ def test_disk_errors_of_libraries(tmp_path: Path) -> None:
 def test_a_malformed_table_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)
-    refusal(files.read_table, path, says=[str(path)])
+    refusal(files.read_json_object, path, says=[str(path)])
 
 
 def test_remove_drafts(tmp_path: Path) -> None:

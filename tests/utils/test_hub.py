@@ -13,7 +13,7 @@ from tests.runs import free_port
 from toolkit.config import ModelSettings
 from toolkit.data.read import read_hub
 from toolkit.data.tokenizer import load_tokenizer
-from toolkit.pretrained import check_reachable, load_plain_tokenizer
+from toolkit.pretrained import use_cache_if_unreachable, load_plain_tokenizer
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def closed(monkeypatch: Any) -> str:
     monkeypatch.setattr(constants, "ENDPOINT", hub)
     monkeypatch.setenv("HTTPS_PROXY", "http://user:secret@127.0.0.1:9")
     monkeypatch.delenv("HF_HUB_OFFLINE")
-    check_reachable.cache_clear()
+    use_cache_if_unreachable.cache_clear()
     return hub
 
 
@@ -41,11 +41,11 @@ def test_unreachable_hub(closed: str) -> None:
 def test_offline_mode_is_named(closed: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for kind in ("model", "dataset"):
-        refusal(check_reachable, "nobody/nothing", kind, says=["no folder here", "offline mode"])
+        refusal(use_cache_if_unreachable, "nobody/nothing", kind, says=["no folder here", "offline mode"])
 
 
 def test_the_copy_in_the_cache(closed: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr("toolkit.pretrained.try_to_load_from_cache", lambda *_, **__: str(tmp_path))
-    check_reachable("nobody/no-model")
+    use_cache_if_unreachable("nobody/no-model")
     assert closed in capsys.readouterr().err
     assert constants.HF_HUB_OFFLINE

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import shutil
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 import xxhash
+from accelerate.utils import broadcast_object_list
 from safetensors import safe_open
 
 from toolkit.checkpoint.safetensors_writer import DTYPES_BY_NAME, Shapes, write_safetensors
@@ -24,7 +26,7 @@ from toolkit.errors import Faults, UserError, listing
 from toolkit.utils.cache import digest_of_file
 from toolkit.utils.files import (
     draft_path,
-    read_table,
+    read_json_object,
     replace_file,
     replace_folder,
     write_new,
@@ -49,13 +51,13 @@ def save(
     folder: Path,
     tables: Mapping[str, Shapes],
     tensors: Iterable[torch.Tensor],
-    facts: Mapping[str, Any],
+    entries: Mapping[str, Any],
     write_others: Callable[[Path], None],
 ) -> None:
     """Writes a checkpoint.
 
     `tables`: file -> the tensors in it. `tensors`: those of all files, one after another in the
-    order of each file (`file_order`). `facts`: the entries of state.json. `write_others`: writes
+    order of each file (`file_order`). `entries`: of state.json. `write_others`: writes
     all other files into the folder that it gets. Raises OSError, and leaves an earlier checkpoint
     of that name untouched."""
     pieces = ([tensor] for tensor in tensors)
@@ -71,7 +73,7 @@ def save(
                 digests[name] = digest_of_file(path)
         # later than every other one, even if the clock has been set back
         saved_at = max(time.time(), newest_save_time(folder.parent) + 1e-3)
-        state = {"format": FORMAT, "saved_at": saved_at, **facts, "files": digests}
+        state = {"format": FORMAT, "saved_at": saved_at, **entries, "files": digests}
         state["digest"] = _digest(state)
         write_new(draft / STATE_FILE, json.dumps(state, ensure_ascii=False))
 
@@ -84,7 +86,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     """A checkpoint's state.json. Raises UserError if it is missing, damaged or of another
     format."""
     path = folder / STATE_FILE
-    state = read_table(path)
+    state = read_json_object(path)
     digest = state.pop("digest", None)
     if state.get("format") != FORMAT or digest != _digest(state):
         raise UserError(
@@ -108,25 +110,26 @@ def find_fault(folder: Path) -> str:
 
 def newest_first(checkpoints: Path) -> list[Path]:
     """The checkpoints in the order of their time, not of their step: a run that resumed an older
-    one continues from what it saved after that. Those whose state.json is damaged come first."""
-    folders = [path for path in checkpoints.glob("step-*") if step_number(path) is not None]
-    return sorted(
-        folders, key=lambda folder: (_saved_at(folder), folder.name), reverse=True
-    )
+    one continues from what it saved after that. Those whose state.json is damaged come first, so
+    that a run which resumes reports them."""
+    return [folder for _, folder in _by_time(checkpoints)]
 
 
 def readable(checkpoints: Path) -> list[Path]:
     """Those whose state.json can be read, the newest first."""
-    return [
-        folder for folder in newest_first(checkpoints) if _saved_at(folder) < float("inf")
-    ]
+    return [folder for saved_at, folder in _by_time(checkpoints) if saved_at < math.inf]
+
+
+def _by_time(checkpoints: Path) -> list[tuple[float, Path]]:
+    folders = [path for path in checkpoints.glob("step-*") if step_number(path) is not None]
+    return sorted(((_saved_at(folder), folder) for folder in folders), reverse=True)
 
 
 def _saved_at(folder: Path) -> float:
     try:
         return float(read_state(folder)["saved_at"])
     except UserError:
-        return float("inf")
+        return math.inf
 
 
 def newest_save_time(checkpoints: Path) -> float:
@@ -184,7 +187,11 @@ def load(folder: Path, live: LiveState, state: Mapping[str, Any]) -> None:
     live.before_loading()
     live.scatter(weights.shapes, live.weights(), weights.read)
     live.create_moments(optimizer.shapes, optimizer.numbers)
-    moments = {name: each for name, each in optimizer.shapes.items() if each[1]}
+    moments = {
+        name: each
+        for name, each in optimizer.shapes.items()
+        if name not in optimizer.numbers
+    }
     live.scatter(moments, live.moments(), optimizer.read)
     groups = state["optimizer"]["groups"]
     for group, changed in zip(live.optimizer.param_groups, groups, strict=False):
@@ -212,7 +219,7 @@ class TensorFile:
         """Of its tensors, on all ranks."""
         self.numbers: dict[str, Any]
         """The values of those without dimensions, such as `step`, on all ranks."""
-        self.shapes, self.numbers = live.broadcast((shapes, numbers))
+        self.shapes, self.numbers = broadcast_object_list([(shapes, numbers)])[0]
 
     def read(self, name: str) -> torch.Tensor:
         """On rank 0."""
@@ -230,7 +237,7 @@ def _check_model(
     if surplus:
         faults.add(f"{folder} has {listing(surplus, 4)}, which the model lacks")
     for name in expected.keys() & weights.keys():
-        saved, shape = weights[name][1], expected[name][1]
+        (_, saved), (_, shape) = weights[name], expected[name]
         if saved != shape:
             faults.add(
                 f"{folder}: {name} has shape {list(saved)}, and {list(shape)} in the model"

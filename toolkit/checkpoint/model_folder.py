@@ -34,7 +34,7 @@ from toolkit.checkpoint.safetensors_writer import (
 from toolkit.checkpoint.state import LiveState
 from toolkit.checkpoint.strategies import live_state
 from toolkit.errors import UserError, listing
-from toolkit.utils.files import read_table, replace_folder, write_new
+from toolkit.utils.files import read_json_object, replace_folder, write_new
 
 ADAPTER_FOLDER = "adapter"
 _MODEL_FILE, _ADAPTER_FILE = "model.safetensors", "adapter_model.safetensors"
@@ -168,7 +168,7 @@ def _record(step: int, dtype: str) -> dict[str, Any]:
 
 def _read_record(folder: Path) -> dict[str, Any]:
     with contextlib.suppress(UserError):
-        return read_table(folder / _RECORD)
+        return read_json_object(folder / _RECORD)
     return {}
 
 

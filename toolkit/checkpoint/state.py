@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from toolkit.checkpoint.parameters import (
     full_shape,
@@ -58,10 +59,8 @@ class MasterShard:
 
 
 class LiveState:
-    """One process or DDP: each rank has the full state. Subclasses are the other strategies."""
-
-    sharded = False
-    """Whether ranks have different elements."""
+    """One process or DDP: each rank has the full state. FSDP2: each rank has some rows of each
+    parameter, as a DTensor. Subclasses are DeepSpeed's."""
 
     def __init__(
         self, module: torch.nn.Module, optimizer: Any, device: torch.device
@@ -73,17 +72,12 @@ class LiveState:
         self._full_shapes = {
             name: full_shape(each) for name, each in module.named_parameters()
         }
+        self.sharded = any(isinstance(each, DTensor) for each in module.parameters())
+        """Whether ranks have different elements."""
         self.rank, self.world = 0, 1
         if torch.distributed.is_initialized():
             self.rank = torch.distributed.get_rank()
             self.world = torch.distributed.get_world_size()
-
-    def broadcast(self, content: Any) -> Any:
-        """Rank 0's JSON-like content, on all ranks. Collective."""
-        contents = [content]
-        if self.world > 1:
-            torch.distributed.broadcast_object_list(contents, 0)
-        return contents[0]
 
     @property
     def algorithm(self) -> str:
@@ -137,7 +131,7 @@ class LiveState:
             for name, tensor in tensors
         }
 
-    def optimizer_shapes(self) -> Shapes:
+    def moment_shapes(self) -> Shapes:
         """What a checkpoint holds of the optimizer's state; the same on all ranks. Raises UserError
         for state that cannot be saved."""
         shapes: Shapes = {}
@@ -210,8 +204,8 @@ class LiveState:
     def _owners(
         self, fragments: Iterable[Fragment]
     ) -> dict[str, dict[int, tuple[int, int]]]:
-        """Name -> first element of a fragment -> (rank, number of elements). Of ranks that have the
-        same elements it is the first. Collective."""
+        """Name -> first element of a fragment -> (rank, number of elements). Fragments of two ranks
+        are equal (the first rank is taken) or disjoint. Collective."""
         own = [(each.name, each.start, each.values.numel()) for each in fragments]
         by_rank = [own] * self.world
         if self.world > 1:
@@ -272,9 +266,9 @@ class LiveState:
         dtype, shape = saved[entry]
         if entry in numbers:
             return self._number(key, numbers[entry], dtype, master.device)
-        if shape != self._full_shapes[name]:
+        if shape != self._full_shapes[name]:  # not elementwise: no strategy shards it
             return torch.zeros(shape, dtype=dtype, device=master.device)
-        if dtype.is_floating_point:
+        if dtype.is_floating_point:  # the file has fp32, whatever the optimizer computes in
             dtype = master.dtype
         return torch.zeros_like(master.data, dtype=dtype)
 
@@ -284,7 +278,8 @@ class LiveState:
         """The number as the optimizer stores it: torch's in a float32 tensor, others in Python."""
         optimizer = type(self.optimizer)
         if key == "step" and optimizer.__name__ in _DEEPSPEED_ADAM:
-            return int(value)
+            return int(value)  # torch's AdamW has saved a float
+        # Python's float was saved in float64, its int in int64
         if dtype != torch.float32 and not optimizer.__module__.startswith("torch.optim"):
             return value
         groups = self.optimizer.param_groups

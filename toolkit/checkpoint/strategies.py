@@ -1,4 +1,4 @@
-"""FSDP2 and DeepSpeed as states by name: in which tensors they have what, and how it is loaded."""
+"""DeepSpeed as a state by name: in which tensors it has what, and how it is loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch.distributed.tensor import DTensor
 
 from toolkit.checkpoint.parameters import range_of_stage3, reshard
 from toolkit.checkpoint.state import LiveState, MasterShard
@@ -18,29 +17,18 @@ from toolkit.utils.modules import unwrapped
 
 def live_state(accelerator: Accelerator, model: Any, optimizer: Any = None) -> LiveState:
     """The state of a prepared model and optimizer; under DeepSpeed the engine's optimizer is
-    taken."""
+    taken. Reshards FSDP2's root, whose parameters stay unsharded after an evaluation."""
     module, device = unwrapped(model), accelerator.device
     plugin = accelerator.state.deepspeed_plugin
     if plugin is not None:
         strategy = Stage3State if plugin.zero_stage == 3 else FlatState
         return strategy(module, model, device)
     reshard(module)
-    inner = getattr(optimizer, "optimizer", optimizer)
-    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        return ShardedState(module, inner, device)
-    return LiveState(module, inner, device)
-
-
-class ShardedState(LiveState):
-    """FSDP2: each rank has some rows of each parameter, as a DTensor."""
-
-    sharded = True
+    return LiveState(module, getattr(optimizer, "optimizer", optimizer), device)
 
 
 class ZeroState(LiveState):
     """ZeRO 1 to 3: the optimizer updates flat fp32 masters, each of many parameters."""
-
-    sharded = True
 
     MASTERS = ""
     """DeepSpeed's attribute with the flat masters."""
@@ -49,6 +37,7 @@ class ZeroState(LiveState):
 
     def __init__(self, module: torch.nn.Module, engine: Any, device: torch.device) -> None:
         super().__init__(module, engine.optimizer.optimizer, device)
+        self.sharded = True
         self.engine = engine
         self.zero = engine.optimizer
         self.masters = require(self.zero, self.MASTERS, "deepspeed")

@@ -7,7 +7,7 @@ from toolkit.config.parse import (
     parse,
     section_in,
     sections_of,
-    settings_of_features,
+    settings_after_training,
     tasks,
 )
 from toolkit.config.sections import (
@@ -44,6 +44,6 @@ __all__ = [
     "section",
     "section_in",
     "sections_of",
-    "settings_of_features",
+    "settings_after_training",
     "tasks",
 ]

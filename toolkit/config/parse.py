@@ -92,10 +92,14 @@ def section_in(settings: Any, section: type[Section]) -> Section:
     return section()
 
 
-def settings_of_features(settings: Any) -> set[str]:
-    """The settings in sections of features; none of them changes how a run trains."""
-    added = _feature_sections(type(settings))
-    return {name for section in added.values() for name in fields_of(section)}
+def settings_after_training(settings: Any) -> set[str]:
+    """The settings of features that do not change how a run trains."""
+    names: set[str] = set()
+    for feature in features():
+        if not feature.affects_training:
+            for section in feature.settings(type(settings)).values():
+                names |= fields_of(section).keys()
+    return names
 
 
 def flat(settings: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 
 from toolkit.conversion.stored import Checkpoint, Stored
 from toolkit.errors import Faults, explain_errors, listing
-from toolkit.utils.files import read_table
+from toolkit.utils.files import read_json_object
 
 CONFIG = "config.json"
 _FAULT = "transformers cannot build a model of it"
@@ -39,7 +39,7 @@ def model_class(
     Raises UserError for a config that transformers cannot build."""
     import transformers
 
-    settings = read_table(path)
+    settings = read_json_object(path)
     kind = None
     with explain_errors(f"{path}: {_FAULT}"):
         known = settings.get("model_type") in transformers.CONFIG_MAPPING

@@ -16,7 +16,7 @@ from toolkit.conversion.deepspeed import find_tag_folder, is_tag_folder, open_de
 from toolkit.conversion.stored import Check, Checkpoint, Stored
 from toolkit.conversion.torch_files import open_torch_file
 from toolkit.errors import UserError, explain_errors, listing
-from toolkit.utils.files import read_table, refuse_lfs_pointer
+from toolkit.utils.files import read_json_object, refuse_lfs_pointer
 
 STATE = "state.json"
 _EXPECTED = (
@@ -141,7 +141,7 @@ def _open_model(folder: Path, name: str) -> Checkpoint:
         return replace(_open_state(folder / name), path=folder)
     index = folder / f"{name}.index.json"
     with explain_errors(f"{index} is damaged"):
-        weight_map = read_table(index)["weight_map"]
+        weight_map = read_json_object(index)["weight_map"]
         files = sorted({Path(file).name for file in weight_map.values()})
     tensors: dict[str, Stored] = {}
     checks: list[Check] = []

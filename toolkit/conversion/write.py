@@ -13,7 +13,7 @@ from toolkit.checkpoint.safetensors_writer import write_in_dtype
 from toolkit.conversion.model_class import ModelClass
 from toolkit.conversion.stored import Stored
 from toolkit.errors import size_text
-from toolkit.utils.files import read_table, write_new
+from toolkit.utils.files import read_json_object, write_new
 
 # what belongs to a model beside its weights and config
 _FILES = (
@@ -45,7 +45,7 @@ def write_config(
 ) -> None:
     """Writes a config with the class and the sizes of the model, and the dtype of its weights, in
     which `from_pretrained` loads them."""
-    config = read_table(source)
+    config = read_json_object(source)
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     if model is not None:

@@ -48,7 +48,7 @@ def weigh_classes(data: Data, objective: ObjectiveSettings, device: torch.device
         return data
     counts = _class_counts(labels, data.train)
     notes = [*data.notes, *_notes_on_classes(data.splits, labels, counts)]
-    splits: dict[str, Any] = data.splits
+    splits: dict[str, Any] = dict(data.splits)
     pos_weight = None
     if objective.class_weights:
         weights = _class_weights(objective.class_weights, counts, labels.names)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from toolkit.data.tokens import LengthBuckets, Split
+from toolkit.data.tokens import Split
 
 _WINDOW_BATCHES = 50
 """Samples are sorted by length within windows of this many global batches, as in transformers'
@@ -99,43 +100,40 @@ def micro_batches(
     split: Split,
     indices: np.ndarray,
     per_device: int,
-    rank: int,
     world: int,
     max_tokens: int | None = None,
 ) -> list[np.ndarray]:
-    """One global batch -> this rank's micro-batches, equally many on every rank.
+    """One global batch -> the micro-batches of all ranks, the longest texts first; rank r computes
+    `[r::world]`, so that ranks compute texts of similar length at the same time, and equally many.
 
-    None has more than `per_device` samples, or more than `max_tokens` tokens with padding unless it
-    is a single text; its texts are of one bucket (`Split.buckets`). Ranks compute texts of similar
-    length at the same time. A micro-batch is empty if there are fewer samples than ranks."""
+    No micro-batch has more than `per_device` samples, or more than `max_tokens` tokens with padding
+    unless it is a single text; its texts are of one bucket (`Split.buckets`). It is empty if there
+    are fewer samples than ranks."""
     by_length = indices[np.argsort(-split.lengths[indices], kind="stable")]
     if max_tokens is None and split.buckets is None:
         count = math.ceil(len(indices) / (per_device * world))
-        return np.array_split(by_length, count * world)[rank::world]
-    cut = _cut_by_length(
-        by_length, split.lengths[by_length], per_device, max_tokens, split.buckets
-    )
-    return _halve_to_multiple(cut, split.lengths, world)[rank::world]
+        return np.array_split(by_length, count * world)
+    cut = _cut_by_length(split, by_length, per_device, max_tokens)
+    return _halve_to_multiple(cut, split.lengths, world)
 
 
 def _cut_by_length(
-    by_length: np.ndarray,
-    lengths: np.ndarray,
-    per_device: int,
-    max_tokens: int | None,
-    buckets: LengthBuckets | None,
+    split: Split, by_length: np.ndarray, per_device: int, max_tokens: int | None
 ) -> list[np.ndarray]:
-    """Samples, longest first, and their lengths -> micro-batches of consecutive samples."""
-    bucket = np.zeros_like(lengths)
-    if buckets is not None:
-        bucket = buckets.of(lengths)
+    """Samples, longest first -> micro-batches of consecutive samples."""
+    sorted_lengths = split.lengths[by_length]
+    buckets = np.zeros_like(sorted_lengths)
+    if split.buckets is not None:
+        buckets = split.buckets.of(sorted_lengths)
     cut: list[np.ndarray] = []
     start = 0
     while start < len(by_length):
-        size = micro_batch_samples(int(lengths[start]), per_device, max_tokens)
-        same_bucket = int(np.count_nonzero(bucket[start : start + size] == bucket[start]))
-        cut.append(by_length[start : start + same_bucket])
-        start += same_bucket
+        longest = int(sorted_lengths[start])
+        size = micro_batch_samples(longest, per_device, max_tokens)
+        in_bucket = buckets[start : start + size] == buckets[start]
+        size = int(np.count_nonzero(in_bucket))
+        cut.append(by_length[start : start + size])
+        start += size
     return cut
 
 
@@ -144,14 +142,14 @@ def _halve_to_multiple(
 ) -> list[np.ndarray]:
     """Halves the largest micro-batches until their number is a multiple of `world`."""
     while len(cut) % world:
-        padded = []
+        tokens = []  # with padding
         for batch in cut:
-            tokens = 0
+            of_batch = 0  # a single text cannot be halved
             if len(batch) > 1:
-                tokens = len(batch) * _round_up(int(lengths[batch[0]]))
-            padded.append(tokens)
-        largest = int(np.argmax(padded))
-        if padded[largest]:
+                of_batch = len(batch) * _round_up(int(lengths[batch[0]]))
+            tokens.append(of_batch)
+        largest = int(np.argmax(tokens))
+        if tokens[largest]:
             cut[largest : largest + 1] = np.array_split(cut[largest], 2)
         else:
             cut.append(np.zeros(0, np.int64))  # fewer samples than ranks
@@ -299,8 +297,15 @@ class Prefetcher:
         self._thread = _thread(device)
         self._next: tuple[Collation, Future[Batch]] | None = None
 
-    def batch(self, collation: Collation, following: Collation | None) -> Batch:
-        """The batch of `collation`; the thread then starts with `following`."""
+    def batches(
+        self, collations: Sequence[Collation], following: Collation | None = None
+    ) -> Iterator[Batch]:
+        """Their batches; the thread then starts with `following`."""
+        next_ones = [*collations[1:], following]
+        for collation, next_one in zip(collations, next_ones, strict=True):
+            yield self._batch(collation, next_one)
+
+    def _batch(self, collation: Collation, following: Collation | None) -> Batch:
         if self._next is not None and self._next[0] is collation:
             future = self._next[1]
         else:

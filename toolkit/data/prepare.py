@@ -1,7 +1,7 @@
 """Settings -> tables -> a cached folder of tokens and targets -> the data of a run.
 
-The name of the folder is a digest of all that its content depends on (`_facts`): a second run, or
-one with another learning rate, reads and tokenizes nothing."""
+The name of the folder is a digest of all that its content depends on (`_cache_key`): a second run,
+or one with another learning rate, reads and tokenizes nothing."""
 
 from __future__ import annotations
 
@@ -123,14 +123,14 @@ def prepare_data(
     set_truncation(tokenizer, settings.data)
     refuse_foreign_tokenizer(tokenizer, model_config)
     tables = read_tables(settings.data)
-    facts = _facts(settings, tokenizer, model_config, tables)
+    key = _cache_key(settings, tokenizer, model_config, tables)
     if accelerator is not None:  # before an hour of work on different data
-        launch.require_equal("the data", facts)
-    digest = digest_of_text(json.dumps(facts, sort_keys=True))
+        launch.require_equal("the data", key)
+    digest = digest_of_text(json.dumps(key, sort_keys=True))
     source = ", ".join(table.name for table in tables.values())
     with cached_folder("tokens", digest, accelerator, source) as (folder, draft):
         if draft:
-            _write(draft, settings, tokenizer, tables, facts["max_length"])
+            _write(draft, settings, tokenizer, tables, key["max_length"])
     data = _load(settings, folder, model_config, tables)
     # a user's recipe may lack this section
     objective = getattr(settings, "objective", None)
@@ -140,28 +140,26 @@ def prepare_data(
     return data
 
 
-def _facts(
+def _cache_key(
     settings: Any, tokenizer: Any, model_config: Any, tables: Mapping[str, Table]
 ) -> dict[str, Any]:
     """What the prepared data depend on; the seed only if rows are drawn. JSON."""
     data = settings.data
-    facts = {name: getattr(data, name, None) for name in _SETTINGS}
-    facts |= targets_of(settings).data_facts(settings)
-    is_pair = facts["text_pair"] is not None
-    facts["layout"] = _LAYOUT
-    facts["max_length"] = choose_max_length(
-        data.max_length, tokenizer, model_config, is_pair
-    )
-    facts["token types"] = "token_type_ids" in tokenizer.model_input_names
-    facts["separator"] = separator_of(tokenizer)
-    facts["truncation_side"] = tokenizer.truncation_side
-    facts["head_tokens"] = head_tokens_of(tokenizer)
+    key = {name: getattr(data, name, None) for name in _SETTINGS}
+    key |= targets_of(settings).data_facts(settings)
+    is_pair = key["text_pair"] is not None
+    key["layout"] = _LAYOUT
+    key["max_length"] = choose_max_length(data.max_length, tokenizer, model_config, is_pair)
+    key["token types"] = "token_type_ids" in tokenizer.model_input_names
+    key["separator"] = separator_of(tokenizer)
+    key["truncation_side"] = tokenizer.truncation_side
+    key["head_tokens"] = head_tokens_of(tokenizer)
     if "validation" not in tables or data.max_train_samples or data.max_eval_samples:
-        facts["seed"] = data_seed(settings)
+        key["seed"] = data_seed(settings)
     for split, table in tables.items():
-        facts[f"the content of the {split} data"] = table.digest
-    facts["the tokenizer"] = fingerprint(tokenizer)
-    return facts
+        key[f"the content of the {split} data"] = table.digest
+    key["the tokenizer"] = fingerprint(tokenizer)
+    return key
 
 
 def _write(

@@ -24,7 +24,7 @@ from toolkit.data import text_files
 from toolkit.data.table import Rows, Table
 from toolkit.data.text_files import format_of
 from toolkit.errors import UserError, did_you_mean, first_line, listing
-from toolkit.pretrained import check_reachable
+from toolkit.pretrained import use_cache_if_unreachable
 from toolkit.utils.cache import (
     cached_folder,
     digest_of_file,
@@ -401,7 +401,7 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
         cache = str(cache_folder() / "datasets" / content)
     else:
         cached = Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")
-        check_reachable(name, "dataset", cached)
+        use_cache_if_unreachable(name, "dataset", cached)
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity_error()
     try:

@@ -9,17 +9,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from toolkit.config import TaskSettings
 from toolkit.data.batches import Collator
 from toolkit.data.table import Table
 from toolkit.data.tokens import Split
-
-DEFAULT = "toolkit.data.labels:Labels"
 
 
 def targets_of(settings: Any) -> type[Targets]:
     """The class that `targets`, a class variable of a recipe's settings, names as `MODULE:CLASS`;
     labels without it."""
-    module, _, name = getattr(settings, "targets", DEFAULT).partition(":")
+    module, _, name = getattr(settings, "targets", TaskSettings.targets).partition(":")
     targets: type[Targets] = getattr(importlib.import_module(module), name)
     return targets
 

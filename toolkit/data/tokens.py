@@ -110,7 +110,7 @@ class Split:
     def saved_texts(self) -> list[list[str]]:
         """The source texts of each sample, one or a pair; none of the training split, whose texts
         are not saved."""
-        return read_lines(self.folder / "texts.jsonl")
+        return read_jsonl(self.folder / "texts.jsonl")
 
     def texts(self) -> list[str]:
         """`saved_texts` by `join_pair`."""
@@ -137,7 +137,7 @@ def join_pair(text: str, *second: str) -> str:
     return "\n".join([text.replace("\n", " "), *second])
 
 
-def read_lines(path: Path) -> list[Any]:
+def read_jsonl(path: Path) -> list[Any]:
     """The items of a JSONL file; empty if it is missing."""
     if not path.is_file():
         return []

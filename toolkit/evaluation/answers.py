@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from toolkit.config import ModelSettings, ProblemType
-from toolkit.data.labels import MULTI, Labels
+from toolkit.data.labels import MULTI, REGRESSION, SINGLE, Labels
 from toolkit.data.table import Table
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.metrics import classification_metrics
@@ -22,7 +22,6 @@ from toolkit.utils.features import features
 DECISIONS = "decisions.json"
 """The file of a model folder with its thresholds and temperature, which belong to the weights of
 one step."""
-_SINGLE: ProblemType = "single_label_classification"
 
 
 class Answers:
@@ -88,7 +87,7 @@ class ClassAnswers(Answers):
     def probabilities(self, logits: np.ndarray) -> np.ndarray:
         """(N, C) logits -> (N, C) float32: softmax, or a sigmoid per class; regression returns its
         numbers."""
-        if self.labels.problem_type == _SINGLE:
+        if self.labels.problem_type == SINGLE:
             return torch.from_numpy(logits).softmax(dim=-1).numpy()
         if self.labels.problem_type == MULTI:
             return torch.from_numpy(logits).sigmoid().numpy()
@@ -106,7 +105,7 @@ class ClassAnswers(Answers):
     def answers(self, outputs: np.ndarray) -> Iterator[dict[str, Any]]:
         """For each row of (N, C) logits its prediction, and its probabilities rounded to six
         digits; predicted numbers keep float32's digits, however small they are."""
-        if self.labels.problem_type == "regression":
+        if self.labels.problem_type == REGRESSION:
             for numbers in outputs:
                 yield {"prediction": _decode_label(numbers, self.labels)}
             return
@@ -141,7 +140,7 @@ class ClassAnswers(Answers):
 
 def _decode_label(label: Any, labels: Labels) -> Any:
     """An encoded label -> its name, its names (multi-label), its number or its numbers."""
-    if labels.problem_type == _SINGLE:
+    if labels.problem_type == SINGLE:
         return labels.names[int(label)]
     if labels.problem_type == MULTI:
         return [name for name, present in zip(labels.names, label, strict=True) if present]
@@ -169,7 +168,7 @@ def labels_of(config: Any) -> Labels:
         [(repeated, _)] = Counter(names).most_common(1)
         raise UserError(f"{where} names several outputs {repeated!r}: rename them")
     # one output without a type is a number, as in transformers: a reranker's, say
-    problem_type = config.problem_type or ("regression" if len(names) == 1 else _SINGLE)
+    problem_type = config.problem_type or (REGRESSION if len(names) == 1 else SINGLE)
     if problem_type not in get_args(ProblemType):
         kinds = listing(get_args(ProblemType))
         raise UserError(

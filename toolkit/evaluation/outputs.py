@@ -1,8 +1,8 @@
 """Evaluation and prediction of every sample exactly once, at any data set size, batch size and
 world size.
 
-Sample ids are gathered with the outputs by `gather_for_metrics`, and compared with the ids of the
-data set before any metric is computed.
+Sample ids are gathered with the outputs, and compared with the ids of the data set before any
+metric is computed. `gather_for_metrics` only gathers here: padding samples are dropped by their id.
 """
 
 from __future__ import annotations
@@ -127,49 +127,42 @@ class Outputs:
         others, as sharded parameters and `gather_for_metrics` need: some are padding samples, with
         id -1."""
         accelerator = self.accelerator
-        collations = self._collations()
         prefetcher = Prefetcher(accelerator.device)
         bar = Progress(self.split.name, len(self.split))
         tokens, all_tokens = 0, max(1, int(self.split.lengths.sum()))
-        samples = 0
         model.eval()
         # not inference_mode: parameters gathered in it could not be trained
         with torch.no_grad():
-            for place, collation in enumerate(collations):
-                following = collations[place + 1] if place + 1 < len(collations) else None
-                batch = prefetcher.batch(collation, following)
+            for batch in prefetcher.batches(self._collations()):
                 launch.exit_state.explain = partial(memory.explain, batch, None)
                 yield batch
                 if accelerator.device.type == "cpu":
                     memory.manage_freed_memory()
-                samples += batch.samples * accelerator.num_processes  # of all, nearly
-                tokens += batch.tokens * accelerator.num_processes
-                if following is None:
-                    samples, tokens = len(self.split), all_tokens
+                tokens += batch.tokens * accelerator.num_processes  # of all, nearly
                 if accelerator.is_main_process:
-                    bar.update(min(samples, len(self.split)), min(1.0, tokens / all_tokens))
+                    # long texts take longer
+                    part = min(1.0, tokens / all_tokens)
+                    bar.update(round(part * len(self.split)))
         bar.close()
         launch.exit_state.explain = None
 
     def _collations(self) -> list[partial[Batch]]:
-        split, sizes = self.split, self.sizes
         world = self.accelerator.num_processes
-        everything = np.arange(len(split))
-        by_rank = []
-        for rank in range(world):
-            by_rank.append(
-                micro_batches(
-                    split, everything, sizes.per_device, rank, world, sizes.max_tokens
-                )
-            )
+        samples = micro_batches(
+            self.split,
+            np.arange(len(self.split)),
+            self.sizes.per_device,
+            world,
+            self.sizes.max_tokens,
+        )
+        if self.is_trial:
+            samples = [some[:_TRIAL_SAMPLES] for some in samples[-world:]]
         collations = []
-        for ranks in zip(*by_rank, strict=True):
-            size = max(len(indices) for indices in ranks)
-            own = ranks[self.accelerator.process_index]
-            if self.is_trial:
-                own, size = own[:_TRIAL_SAMPLES], min(size, _TRIAL_SAMPLES)
+        for start in range(0, len(samples), world):
+            size = max(map(len, samples[start : start + world]))
+            own = samples[start + self.accelerator.process_index]
             collations.append(partial(collate_padded, self._collate, own, size))
-        return collations[-1:] if self.is_trial else collations
+        return collations
 
     def add(self, gathered: Sequence[torch.Tensor]) -> None:
         """Adds `accelerator.gather_for_metrics((batch.ids, outputs, ...))`: ids (B,), and outputs
@@ -181,7 +174,7 @@ class Outputs:
             raise UserError(
                 f"{self.split.name}: outputs without the ids of their samples: {how}"
             )
-        self._raise_if_stopped()
+        self._share_stop_signal()
         if self.accelerator.is_main_process:
             is_sample = ids >= 0
             arrays = [ids[is_sample].cpu().numpy()]
@@ -191,7 +184,7 @@ class Outputs:
                 arrays.append(outputs.detach()[is_sample].cpu().numpy())
             self._parts.append(arrays)
 
-    def _raise_if_stopped(self) -> None:
+    def _share_stop_signal(self) -> None:
         device = self.accelerator.device
         signals = self.accelerator.gather(torch.tensor([stop_requested()], device=device))
         number = int(signals.max())
@@ -204,20 +197,18 @@ class Outputs:
 
         Raises, on every rank, ExactlyOnceError if a sample is missing or duplicated, and UserError
         if an output is not finite."""
-        ids, *columns = [
-            np.concatenate(parts) for parts in zip(*self._parts, strict=True)
-        ] or [np.array([], np.int64)]
+        arrays = [np.concatenate(parts) for parts in zip(*self._parts, strict=True)]
         if self.is_trial:
-            return [
-                np.resize(column, (len(self.split), *column.shape[1:]))
-                for column in columns
-            ]
+            return [_repeat(column, len(self.split)) for column in arrays[1:]]
         fault: tuple[type[Exception], str] | None = None
         if self.accelerator.is_main_process:
-            fault = _fault(ids, columns, self.split.rows)
+            fault = _fault(arrays, self.split.rows)
         fault = broadcast_object_list([fault])[0]
         if fault:
             raise fault[0](f"{self.split.name}: {fault[1]}")
+        if not arrays:  # on the other ranks
+            return []
+        ids, *columns = arrays
         order = np.argsort(ids, kind="stable")
         return [column[order] for column in columns]
 
@@ -256,15 +247,16 @@ class Outputs:
     ) -> Evaluation:
         """Makes the evaluation from losses (N,) and metrics on the main process, and broadcasts its
         numbers; a collective, which the other ranks call without arguments. The loss is normalised
-        as in a training step: the weighted sum over the split's loss denominator."""
+        as in a training step: the weighted sum over the samples' loss denominators."""
         numbers: dict[str, Any] = {}
         if losses is not None:
             weighted = losses if self.split.weights is None else losses * self.split.weights
             total = weighted.sum(dtype=np.float64)
-            loss = float(total / self.split.loss_denominators().sum())
+            everything = np.arange(len(self.split))
+            denominator = self._collate.loss_denominators(everything).sum()
             numbers = {
                 "num_samples": len(self.split),
-                "loss": loss,
+                "loss": float(total / (denominator or 1)),
                 **as_json(metrics or {}),
             }
         return Evaluation(self.split.name, broadcast_object_list([numbers])[0], predictions)
@@ -294,11 +286,16 @@ def predict(
     return next(iter(outputs.in_order()), None)
 
 
+def _repeat(column: np.ndarray, samples: int) -> np.ndarray:
+    """A trial's outputs, (B, ...) -> (samples, ...): they stand for those of all samples."""
+    return np.resize(column, (samples, *column.shape[1:]))
+
+
 def _fault(
-    ids: np.ndarray,
-    columns: Sequence[np.ndarray],
-    expected: np.ndarray,
+    arrays: Sequence[np.ndarray], expected: np.ndarray
 ) -> tuple[type[Exception], str] | None:
+    """Of gathered ids and outputs, whose ids should be `expected`."""
+    ids = arrays[0] if arrays else np.array([], np.int64)
     wrong_ids = ids_fault(ids, expected)
     if wrong_ids:
         how = "outputs.add(accelerator.gather_for_metrics((batch.ids, ...)))"
@@ -306,7 +303,7 @@ def _fault(
             ExactlyOnceError,
             f"{wrong_ids}: call {how} once for each batch, in all processes",
         )
-    infinite = _finite_fault(ids, columns)
+    infinite = _finite_fault(ids, arrays[1:])
     return (UserError, infinite) if infinite else None
 
 

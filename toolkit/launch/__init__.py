@@ -36,7 +36,6 @@ from toolkit.launch.failure import exit_state as exit_state
 from toolkit.launch.failure import run as run
 from toolkit.launch.ranks import list_machines as list_machines
 from toolkit.launch.ranks import require_equal as require_equal
-from toolkit.launch.ranks import wait_for_all as wait_for_all
 from toolkit.launch.world import make_accelerator as make_accelerator
 from toolkit.utils import log
 

@@ -34,7 +34,7 @@ _VARIABLES = {
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }  # fmt: skip
 MARKER = "TOOLKIT_LAUNCH"
-"""Set by our launcher: what it was asked to start, as JSON (`options.Request.marker`)."""
+"""Set by our launcher: what it was asked to start, as JSON."""
 ERROR_FILE = "TOOLKIT_ERROR_FILE"
 """Set by our launcher: the file in which a process leaves its failure for it to print."""
 THREADS = "OMP_NUM_THREADS"
@@ -70,6 +70,8 @@ class Place:
     """This process's ranks and world sizes, as its launcher announces them."""
 
     launcher: str
+    """toolkit, deepspeed, accelerate, torchrun, mpirun, srun, environment (torch's variables, set
+    by hand) or python (none)."""
     rank: int
     world_size: int
     local_rank: int

@@ -44,15 +44,15 @@ _CONNECTION_ERRORS = re.compile(
 
 @dataclass
 class ExitState:
-    """What any thread of this process needs to end it. The rest of the package sets `close`,
-    `explain` and `exit_code`."""
+    """The run's processes, and what any thread of this one needs to end it. The rest of the package
+    sets `close`, `explain` and `exit_code`."""
 
     place: Place
     """As the launcher announced it, before this process chose its device."""
     close: Callable[[], object] | None = None
     """Closes trackers (in 10 s at most) before `os._exit`, which closes nothing."""
     explain: Callable[[Exception], str | None] | None = None
-    """Returns the message for an exception; None for a traceback."""
+    """Returns the message for an exception of what is computed now; None for a traceback."""
     exit_code: int = 0
     """Of `run`, when all went well: 128 + a stop signal that ended the work early."""
     world: World | None = None
@@ -130,11 +130,11 @@ def _describe(error: Exception) -> Failure:
     # torch's; a tracker or a hub raises an OSError instead
     several = isinstance(error, RuntimeError) and exit_state.place.world_size > 1
     if several and _CONNECTION_ERRORS.search(str(error)):
-        failure = _failure(
+        line = (
             "lost the connection to another process, which exited, was killed or does not come "
             f"({first_line(error)}); docs/stuck.md"
         )
-        return replace(failure, is_effect=True)
+        return replace(_failure(line), is_effect=True)
     trace = "".join(traceback.format_exception(error))
     return _failure(f"{type(error).__name__}: {first_line(error)}", trace)
 

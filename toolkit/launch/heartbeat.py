@@ -69,7 +69,7 @@ class Board:
         """Publishes a failure, without its text; returns the run's first one: this or another."""
         self._own = replace(failure, text="")
         self._wake.set()
-        self._thread.join(_WRITE_SECONDS)
+        self._thread.join(_WRITE_SECONDS)  # it ends when it has written or read a failure
         if self._first in (None, self._own):
             return failure
         return self._first
@@ -99,7 +99,7 @@ class Board:
     def _run(self) -> None:
         number = 0
         try:
-            while not self._exchange(number):
+            while not self._beat(number):
                 number += 1
                 self._wake.wait(_BEAT_SECONDS)
                 self._wake.clear()
@@ -111,7 +111,7 @@ class Board:
                 )
                 self._first = Failure(line, permanent=True)
 
-    def _exchange(self, number: int) -> bool:
+    def _beat(self, number: int) -> bool:
         """One heartbeat; returns whether it was the last."""
         state = "finished" if self._finished else "works"
         self._store.set(f"beat {self._me}", f"{number} {state}")

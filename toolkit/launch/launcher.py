@@ -39,6 +39,8 @@ def launch(request: Request) -> int:
     """Runs what was requested; returns the exit code. Raises UserError if it cannot start."""
     if environment.accelerate_options():
         stop_with_parent()  # `accelerate launch` forwards no stop signal
+    # or what an outer launcher has set already would not be set again for the processes
+    clean_environment(os.environ)
     # for addresses without a host name
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with tempfile.TemporaryDirectory(prefix="toolkit-") as folder:
@@ -81,6 +83,7 @@ class Launcher:
     def __init__(self, request: Request, folder: Path) -> None:
         self.request = request
         self.folder = folder
+        self.started = time.strftime("%Y%m%d-%H%M%S")
         self.here = request.processes // request.machines.count  # processes on this machine
         self.ranks: list[Rank] = []
         self.signals = StopSignals(prints=False)
@@ -130,37 +133,44 @@ class Launcher:
 
     def _start(self, variables: dict[str, str], attempt: int) -> None:
         request = self.request
-        marker = {**request.marker(), "machines": self.machines}
+        marker = {
+            "config_file": str(request.config_file),
+            "num_processes": request.processes,
+            "argv": request.argv,
+            "machines": self.machines,
+            "started": self.started,
+        }
         self.ranks = []
         common = {
-            **clean_environment(os.environ), **variables,
+            **os.environ,
+            **variables,
             environment.MARKER: json.dumps(marker),
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
-        }  # fmt: skip
-        first = request.machines.rank * self.here
+        }
         for local in range(self.here):
+            rank = request.machines.rank * self.here + local
             file = self.folder / f"attempt-{attempt}-rank-{local}.json"
             env = {
                 **common,
                 ERROR_FILE: str(file),
-                **self._torch_variables(first, local, common),
+                **self._torch_variables(rank, local, common),
             }
             # in a session of its own: a terminal's Ctrl-C reaches the launcher alone
             process = Popen(
                 request.command(), env=env, stdin=DEVNULL, start_new_session=True
             )
-            name = f"rank {first + local} on {socket.gethostname()}"
+            name = f"rank {rank} on {socket.gethostname()}"
             self.ranks.append(Rank(name, process, file))
 
     def _torch_variables(
-        self, first: int, local: int, env: dict[str, str]
+        self, rank: int, local: int, env: dict[str, str]
     ) -> dict[str, str]:
         """Empty for a single process of no strategy, which needs no group."""
         sharded = {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"} & env.keys()
         if self.request.processes == 1 and not sharded:
             return {}
         return {
-            "RANK": str(first + local),
+            "RANK": str(rank),
             "WORLD_SIZE": str(self.request.processes),
             "LOCAL_RANK": str(local),
             "LOCAL_WORLD_SIZE": str(self.here),

@@ -60,7 +60,14 @@ def find_machines(
                 "and --main_process_ip"
             )
         return Machines(1, 0, "", LOOPBACK, 0)
-    first = options.get("main_process_ip") or _first_address(config, path)
+    address = options.get("main_process_ip") or config.get("main_process_ip")
+    first = str(address or PLACEHOLDER)
+    if PLACEHOLDER in first:
+        raise UserError(
+            f"{path}: main_process_ip is still {first}: write the first machine's address there, "
+            "or pass --main_process_ip ADDRESS (`hostname -I` on the first machine shows it; under "
+            "Slurm, `scontrol show hostnames | head -n 1`)"
+        )
     rank, source = _rank(options, config, env, first, count)
     if not 0 <= rank < count:
         raise UserError(
@@ -68,18 +75,6 @@ def find_machines(
             f"--machine_rank 0 on the first and up to {count - 1} on the others (or set NODE_RANK)"
         )
     return Machines(count, rank, source, first, port)
-
-
-def _first_address(config: Mapping[str, Any], path: Path) -> str:
-    """The first machine's address in the file."""
-    address = config.get("main_process_ip")
-    if address and PLACEHOLDER not in str(address):
-        return str(address)
-    raise UserError(
-        f"{path}: main_process_ip is still {address!r}: write the first machine's address there, "
-        "or pass --main_process_ip ADDRESS (`hostname -I` on the first machine shows it; under "
-        "Slurm, `scontrol show hostnames | head -n 1`)"
-    )
 
 
 def _rank(

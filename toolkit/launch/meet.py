@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS, _LOG_SECONDS = 0.05, 10.0
 _FAULT = "fault"
-# Who serves the store waits this long for the others to read a fault.
+# A member that has found a fault waits this long for the others to read it.
 _READ_SECONDS = 3.0
 
 
@@ -105,10 +105,13 @@ def meet(
             "versions and settings", [(host, facts) for host, _, facts in members]
         )
     except UserError as error:
-        # the first machine has read it, and has ended
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the member that serves the store has ended
             store.set(_FAULT, str(error))
-            time.sleep(_READ_SECONDS)
+            time.sleep(
+                _READ_SECONDS
+            )  # this one may serve it: the others still read the fault
         raise
     except RuntimeError as error:
         raise UserError(f"{noun} 0 was reached, and has ended since") from error
@@ -162,7 +165,7 @@ def exchange(
     return values
 
 
-def refuse_differences(what: str, tables: Sequence[versions.Table]) -> None:
+def refuse_differences(what: str, tables: Sequence[versions.HostValues]) -> None:
     """Raises UserError if a value differs between the members of a run."""
     differences = versions.describe_differences(tables)
     if differences:

@@ -11,8 +11,7 @@ import argparse
 import os
 import re
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,15 +64,6 @@ class Request:
         if program.endswith("toolkit/__main__.py"):  # `python -m toolkit`
             start = ["-m", "toolkit"]
         return [sys.executable, "-u", *start, *words]
-
-    def marker(self) -> dict[str, Any]:
-        """For the processes: what was asked for (`environment.launch_request`)."""
-        return {
-            "config_file": str(self.config_file),
-            "num_processes": self.processes,
-            "argv": list(self.argv),
-            "started": time.strftime("%Y%m%d-%H%M%S"),
-        }
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -205,14 +195,13 @@ def find_file(name: str, script: str, folder: str) -> Path:
     raise UserError(f"there is no config file {name}: {folder}/ holds {', '.join(known)}")
 
 
-def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the variables of an outer launcher."""
-    clean = {
-        name: value for name, value in env.items() if not _SET_BY_LAUNCHERS.match(name)
-    }
+def clean_environment(env: MutableMapping[str, str]) -> None:
+    """Removes the variables of an outer launcher."""
     if environment.user_threads(env) is None:
-        clean.pop(environment.THREADS, None)
-    return clean
+        env.pop(environment.THREADS, None)
+    for name in list(env):
+        if _SET_BY_LAUNCHERS.match(name):
+            del env[name]
 
 
 def accelerate_environment(request: Request) -> dict[str, str]:

@@ -39,15 +39,15 @@ class World:
     """In which they form their group."""
     machines: list[tuple[str, list[int]]] = field(default_factory=list)
     """(host, its ranks), in order."""
-    exchanges: int = 0
+    gathers: int = 0
 
-    def exchange(self, value: Any, purpose: str) -> list[Any]:
+    def gather(self, value: Any, purpose: str) -> list[Any]:
         """Gathers a value of each rank, without a timeout: a collective would time out while one
         machine works longer than others."""
         from torch.distributed import PrefixStore
 
-        self.exchanges += 1
-        store = PrefixStore(f"exchange {self.exchanges}", self.store)
+        self.gathers += 1
+        store = PrefixStore(f"gather {self.gathers}", self.store)
         return exchange(
             store, "rank", self.place.rank, self.place.world_size, value, purpose
         )
@@ -135,19 +135,11 @@ def list_machines() -> list[str]:
     return [name_machine(*machine) for machine in world.machines]
 
 
-def wait_for_all(what: str) -> None:
-    """A barrier without a timeout. `what`: what others may still work on."""
-    if exit_state.world is not None:
-        exit_state.world.exchange(None, what)
-
-
 def require_equal(what: str, values: Mapping[str, Any]) -> None:
-    """Waits for all ranks. Raises UserError on all of them if a value differs, with the values and
-    their hosts."""
+    """Waits for all ranks, without a timeout. Raises UserError on all of them if a value differs,
+    with the values and their hosts. `what`: the values, or what others may still work on."""
     world = exit_state.world
     if world is None:
         return
-    host = f"rank {world.place.rank}"
-    if list_machines():
-        host = socket.gethostname()
-    refuse_differences(what, world.exchange((host, values), what))
+    host = f"{socket.gethostname()} (rank {world.place.rank})"
+    refuse_differences(what, world.gather((host, values), what))

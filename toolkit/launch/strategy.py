@@ -6,12 +6,16 @@ import importlib
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from toolkit.errors import UserError
 from toolkit.launch import environment
 from toolkit.launch.environment import Place
 from toolkit.launch.options import DEEPSPEED_CONFIG, find_file, read_config
 from toolkit.utils.extras import require_extra
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 DEFAULT_DEEPSPEED_CONFIG = "ds_configs/zero2.json"
 _CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
@@ -34,11 +38,11 @@ def is_set(name: str) -> bool:
     return bool(parse_flag_from_env(name))
 
 
-def use_deepspeed(place: Place, device: str) -> bool:
-    """Whether this launch uses DeepSpeed. Under other launchers it sets the variables of
-    `accelerate launch`, which the process's further accelerators read too."""
-    option = os.environ.get(DEEPSPEED_CONFIG)
-    file = option or os.environ.get(_CONFIG_FILE)
+def set_deepspeed_variables(place: Place, device: str) -> bool:
+    """Returns whether this launch uses DeepSpeed, and then sets the variables of `accelerate
+    launch`, which the process's further accelerators read too. Raises UserError if DeepSpeed is
+    missing, or if the config file asks for FSDP."""
+    file = os.environ.get(DEEPSPEED_CONFIG) or os.environ.get(_CONFIG_FILE)
     by_accelerate = is_set("ACCELERATE_USE_DEEPSPEED")
     if not (by_accelerate or file or place.launcher == "deepspeed"):
         return False
@@ -67,22 +71,33 @@ def use_deepspeed(place: Place, device: str) -> bool:
     return True
 
 
-def check_config() -> None:
-    """Raises UserError for keys of the accelerate config that this toolkit does not support. Turns
-    off loading of weights in one process only, which leaves a new head without data in the
-    others."""
+def refuse_unsupported() -> None:
+    """Raises UserError for keys of the accelerate config that this toolkit does not support."""
     for name, fault in _UNSUPPORTED.items():
         if os.environ.get(name, "false").lower() != "false":
             raise UserError(f"{fault} (in the accelerate config)")
-    if not is_set("ACCELERATE_USE_FSDP"):
-        return
-    if os.environ.get("FSDP_VERSION", "1") != "2":
+    if is_set("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
         raise UserError(
             "FSDP version 1 is not supported: set fsdp_version: 2 in the config file"
         )
+
+
+def set_fsdp_variables() -> None:
+    """Without FSDP nothing reads them."""
     # accelerate's default is one unit, gathered as a whole
     os.environ.setdefault("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP")
+    # loading in one process only leaves a new head without data in the others
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+
+
+def strategy_name(accelerator: Accelerator) -> str:
+    """As in accelerate_configs/: single, ddp, zero1, zero2, zero3 or fsdp2."""
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin:
+        return f"zero{plugin.zero_stage}"
+    if accelerator.is_fsdp2:
+        return "fsdp2"
+    return "ddp" if accelerator.num_processes > 1 else "single"
 
 
 def requested_processes(place: Place) -> tuple[int, object]:

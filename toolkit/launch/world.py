@@ -35,15 +35,16 @@ def make_accelerator(mixed_precision: str | None = None) -> Accelerator:
     _stop_with_launcher(place)
     _set_threads(place)
     device = _choose_device(place)
-    uses_deepspeed = strategy.use_deepspeed(place, device)
-    strategy.check_config()
+    uses_deepspeed = strategy.set_deepspeed_variables(place, device)
+    strategy.refuse_unsupported()
+    strategy.set_fsdp_variables()
     world = ranks.join(place, device)
     _start_process_group(world, device, uses_deepspeed)
     verify_world(place)
     if mixed_precision == "auto":
         mixed_precision = precision.auto_precision(device)
     # rank 0's device decides
-    mixed_precision = world.exchange(mixed_precision, "the precision")[0]
+    mixed_precision = world.gather(mixed_precision, "the precision")[0]
     accelerator = _create(mixed_precision, device, uses_deepspeed)
     precision.choose_matmul_precision(accelerator)
     collector.after_imports()
@@ -166,6 +167,7 @@ def verify_world(place: Place) -> None:
     state = PartialState()
     joined = torch.ones(1, device=state.device)
     if torch.distributed.is_initialized():
+        # the devices' first contact: here an error comes before hours of tokenizing
         torch.distributed.all_reduce(joined)
     count = min(int(joined), state.num_processes)
     number, source = strategy.requested_processes(place)

@@ -13,7 +13,7 @@ from toolkit.report.files import write_atomically
 from toolkit.report.model_class import architecture
 from toolkit.report.record import Record, hub_name, results
 from toolkit.report.templates import render
-from toolkit.utils.files import read_table
+from toolkit.utils.files import read_json_object
 
 _TOKENIZER = "tokenizer_config.json"
 # rows of the table of settings, where they are set
@@ -38,7 +38,7 @@ def write_card(model_folder: Path, run_folder: Path, step: int | None = None) ->
     metrics = results(last.numbers)
     tokenizer: dict[str, Any] = {}
     if (model_folder / _TOKENIZER).is_file():  # a user's own may have none
-        tokenizer = read_table(model_folder / _TOKENIZER)
+        tokenizer = read_json_object(model_folder / _TOKENIZER)
     # without a licence, which we do not know
     front_matter = ModelCardData(
         base_model=hub_name(settings["model_name_or_path"]),

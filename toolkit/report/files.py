@@ -3,7 +3,7 @@
 | file | written by | when |
 |---|---|---|
 | config.json | `RunFiles` | at the start; after a stop signal |
-| metrics.jsonl, eval.jsonl, predictions.jsonl | `log.RunLog` | at each step and evaluation |
+| metrics.jsonl, eval.jsonl, predictions.jsonl | `RunFiles` for `RunLog` | at steps and evaluations |
 | report.html, model/README.md | `html`, `card` | at the end, and after a stop signal |
 """
 
@@ -23,8 +23,13 @@ from toolkit import launch
 from toolkit.config import flat
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
-from toolkit.training.verified import strategy_name
-from toolkit.utils.files import explain_write_errors, nan_to_none, read_table, replace_file
+from toolkit.launch.strategy import strategy_name
+from toolkit.utils.files import (
+    explain_write_errors,
+    nan_to_none,
+    read_json_object,
+    replace_file,
+)
 from toolkit.utils.log import logger
 from toolkit.utils.versions import versions
 
@@ -54,11 +59,11 @@ class RunFiles:
         }
         self._replace("config.json", [dumps(config, indent=2), "\n"])
 
-    def mark_stopped(self, **facts: Any) -> None:
+    def mark_stopped(self, **stop: Any) -> None:
         """Adds to config.json that a stop signal ended the run; the report and the card show it at
         their top."""
         if self.writes:
-            config = {**read_table(self.path / "config.json"), "stopped": facts}
+            config = {**read_json_object(self.path / "config.json"), "stopped": stop}
             self._replace("config.json", [dumps(config, indent=2), "\n"])
 
     def truncate_to_checkpoint(self, state: Mapping[str, Any] | None) -> None:
@@ -85,8 +90,8 @@ class RunFiles:
         # after a kill here there are none, rather than earlier ones
         if self.writes and not extra:
             (self.path / "predictions.jsonl").unlink(missing_ok=True)
-        place = {"step": step, "split": evaluation.split}
-        self.append("eval.jsonl", {**place, **extra, **evaluation.numbers})
+        line = {"step": step, "split": evaluation.split, **extra, **evaluation.numbers}
+        self.append("eval.jsonl", line)
 
     def write_predictions(self, evaluation: Evaluation) -> None:
         """Replaces predictions.jsonl, whole, once all its lines are written."""
@@ -162,7 +167,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 def run_config(folder: Path) -> dict[str, Any]:
     """config.json of a run. Raises UserError if `folder` holds none."""
     path = folder / "config.json"
-    config = read_table(path) if path.is_file() else {}
+    config = read_json_object(path) if path.is_file() else {}
     if "data" not in config:  # nor in that of a model
         raise UserError(f"{folder} is not a run folder: it has no config.json of a run")
     return config

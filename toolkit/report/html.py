@@ -120,7 +120,7 @@ def _predictions(record: Record, texts: Sequence[str]) -> dict[str, Any]:
 def _mistakes(record: Record, texts: Sequence[str]) -> Iterator[Mistake]:
     """Yields the wrong predictions in the order of the file; a row without an answer is none."""
     names = np.array(record.data["labels"])
-    for place, line in enumerate(record.predictions()):
+    for index, line in enumerate(record.predictions()):
         label, prediction = line["label"], line["prediction"]
         if prediction is None or prediction == label:
             continue
@@ -129,7 +129,7 @@ def _mistakes(record: Record, texts: Sequence[str]) -> Iterator[Mistake]:
         else:
             truth = np.isin(names, label)  # (C,)
             error = np.abs(truth - np.array(line["probabilities"])).max()
-        yield Mistake(float(error), line, texts[place] if texts else "")
+        yield Mistake(float(error), line, texts[index] if texts else "")
 
 
 def _confusion(answered: Sequence[tuple[str, str]]) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from toolkit import demo, launch
 from toolkit.config import ModelSettings
 from toolkit.errors import escape_controls
 from toolkit.evaluation import Evaluation
+from toolkit.launch.strategy import strategy_name
 from toolkit.models import lora
 from toolkit.training.optimizer import unwrapped_optimizer
 from toolkit.training.resume import Resumed
-from toolkit.training.verified import strategy_name
 from toolkit.utils.extras import install_command, is_installed
 from toolkit.utils.features import features
 from toolkit.utils.language import Language
@@ -36,7 +36,7 @@ _MAX_CLASSES = 20
 def write_config(run: Run, resumed: Resumed | None) -> None:
     """Writes config.json."""
     data = run.data
-    facts = {
+    data_section = {
         "samples": data.sizes,
         **data.facts,
         **data.targets.source(),
@@ -51,11 +51,11 @@ def write_config(run: Run, resumed: Resumed | None) -> None:
         "pipeline_tag": data.targets.pipeline_tag,
     }
     sections = {
-        "identity": run.facts["identity"],
+        "identity": run.provenance["identity"],
         "optimizer": type(unwrapped_optimizer(run.checkpoints.optimizer)).__name__,
         "resumed_from": str(resumed.folder) if resumed else None,
     }
-    run.files.write_config(run.settings, facts, sections)
+    run.files.write_config(run.settings, data_section, sections)
 
 
 def start_lines(run: Run, model: Any) -> list[str]:
@@ -155,8 +155,11 @@ def command_to_continue(run: Run) -> str:
 def write_results(run: Run, evaluation: Evaluation, seconds: float) -> None:
     """Writes the files of features and the pages, and prints the results with any --log_level."""
     folder = run.folder.path
-    facts = (folder, run.settings, run.data, evaluation, run.answers)
-    feature_lines = [line for feature in features() for line in feature.results(*facts)]
+    feature_lines: list[str] = []
+    for feature in features():
+        feature_lines += feature.results(
+            folder, run.settings, run.data, evaluation, run.answers
+        )
     if not run.accelerator.is_main_process:
         return
     write_pages(folder, run.best.step)

@@ -28,11 +28,11 @@ class Average:
         `ExponentialMovingAverage` the decay is at most (1 + updates) / (10 + updates), so that the
         first weights do not dominate a short run."""
         states = self._optimizer.state
-        # AdamW initializes an empty state: the average of a weight without any gradient so far is
-        # the weight. SGD keeps no state
-        tensors = [
-            tensor for tensor in self._trained if states.get(tensor)
-        ] or self._trained
+        # without a gradient so far a weight has no state, which AdamW would take for initialized:
+        # its average is the weight itself
+        tensors = [tensor for tensor in self._trained if states.get(tensor)]
+        if not tensors:  # an optimizer that keeps no state: SGD
+            tensors = self._trained
         for tensor in tensors:
             if _KEY not in states[tensor]:
                 states[tensor][_KEY] = tensor.detach().clone()

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from toolkit.config import TrainingSettings
-from toolkit.data.batches import Collator
+from toolkit.data.batches import Collator, micro_batch_samples
 from toolkit.errors import UserError
 from toolkit.launch.precision import autocast
 from toolkit.utils.log import log_on_rank_0
@@ -68,8 +68,7 @@ def _fits(
     """Whether a forward and a backward pass of the `size` longest texts, of at most `max_tokens`
     tokens together, fit beside the optimizer's state."""
     split, device = collate.split, accelerator.device
-    if max_tokens is not None:
-        size = min(size, max(1, max_tokens // int(split.lengths.max())))
+    size = micro_batch_samples(int(split.lengths.max()), size, max_tokens)
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     model.zero_grad()
     _free_memory()

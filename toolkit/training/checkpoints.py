@@ -23,11 +23,12 @@ from toolkit.checkpoint.safetensors_writer import Shapes
 from toolkit.checkpoint.state import LiveState
 from toolkit.checkpoint.strategies import live_state
 from toolkit.evaluation.best import Best
+from toolkit.launch.strategy import strategy_name
 from toolkit.training.extra_state import random_states, registered_content
 from toolkit.training.metrics import StepMetrics
+from toolkit.training.optimizer import updates_done
 from toolkit.training.precision import scaler_state
 from toolkit.training.steps import Steps
-from toolkit.training.verified import strategy_name
 from toolkit.utils.files import explain_write_errors, flush_path
 from toolkit.utils.modules import unwrapped
 
@@ -39,7 +40,7 @@ _AFTER_A_FAILURE = (
 
 
 class Checkpoints:
-    """The checkpoints of one run; all ranks must call every method. `facts` go into each
+    """The checkpoints of one run; all ranks must call every method. `provenance` goes into each
     state.json: settings, versions, and `identity`, which must be equal in a run that resumes it."""
 
     def __init__(
@@ -48,7 +49,7 @@ class Checkpoints:
         tokenizer: Any,
         best: Best,
         run_folder: Path,
-        facts: dict[str, Any],
+        provenance: dict[str, Any],
     ) -> None:
         self.accelerator = steps.accelerator
         self.model = steps.model
@@ -57,7 +58,7 @@ class Checkpoints:
         self.tokenizer = tokenizer
         self.steps = steps
         self.best = best
-        self.facts = facts
+        self.provenance = provenance
         self.settings = steps.settings
         self.path = run_folder / "checkpoints"
         self.continues = False
@@ -73,20 +74,21 @@ class Checkpoints:
     def save_if_due(
         self,
         metrics: StepMetrics,
-        evaluation_due: bool = False,
+        evaluation_left: bool = False,
         last: bool = False,
     ) -> None:
-        """Saves every `checkpoint_every` steps, at the best and the last step, and after a stop
-        signal; the last step of a resumed run always. `evaluation_due`: this step's evaluation was
-        skipped; a resumed run begins with it. `last`: the recipe has left the loop after this step.
-        Raises UserError if a file cannot be written, in the background at one of the next steps."""
+        """Saves after a stop signal; with `checkpoint_every` every so many steps, at the best and
+        the last step; without it at the last step of a resumed run. `evaluation_left`: this step's
+        evaluation was skipped; a resumed run begins with it. `last`: the recipe has left the loop
+        after this step. Raises UserError if a file cannot be written, in the background at one of
+        the next steps."""
         if self._pending is not None and self._pending.done():
             self.wait()
         if last and metrics.step == self._saved_step:
             self.set_links()  # the evaluation after it may have been the best
         elif self._is_due(metrics.step, last):
             self.wait()
-            self._save(metrics, evaluation_due)
+            self._save(metrics, evaluation_left)
 
     def wait(self) -> None:
         """Waits for a checkpoint in the background. Raises UserError if it cannot be written."""
@@ -100,11 +102,6 @@ class Checkpoints:
         if self.accelerator.is_main_process:
             folders.set_links(self.path, self.best.step)
 
-    def check(self) -> None:
-        """Raises UserError if what the recipe registered cannot be saved: at the start, not at the
-        first save."""
-        registered_content(self.accelerator)
-
     def _is_due(self, step: int, last: bool) -> bool:
         if self.steps.stop_signal:
             return True
@@ -116,17 +113,17 @@ class Checkpoints:
             return is_last and self.continues
         return is_last or step == self.best.step or step % every == 0
 
-    def _save(self, metrics: StepMetrics, evaluation_due: bool) -> None:
+    def _save(self, metrics: StepMetrics, evaluation_left: bool) -> None:
         live = self.live()
         excluded = _excluded(live.module)
-        weights, moments = live.weight_shapes(), live.optimizer_shapes()
+        weights, moments = live.weight_shapes(), live.moment_shapes()
         for name in excluded:
             del weights[name]
         tables = {folders.WEIGHTS_FILE: weights, folders.OPTIMIZER_FILE: moments}
-        facts = {
-            **self._facts(live, metrics),
+        entries = {
+            **self._entries(live, metrics),
             "excluded": excluded,
-            "evaluation_left": evaluation_due,
+            "evaluation_left": evaluation_left,
         }
         objects = registered_content(self.accelerator)
         folder = folders.step_folder(self.path, metrics.step)
@@ -134,13 +131,14 @@ class Checkpoints:
             live.gather(weights, live.weights()),
             live.gather(moments, live.moments()),
         )
-        write = partial(self._write, folder, tables, facts, objects)
+        write = partial(self._write, folder, tables, entries, objects)
         if self.accelerator.is_main_process and self.settings.checkpoint_in_background:
             copies = [tensor.to("cpu", copy=True) for tensor in tensors]
             self._pending = self._background.submit(write, copies)
         elif self.accelerator.is_main_process:
             write(tensors)
-        # other ranks send what they have of each; a file without tensors is a collective, too
+        # exhausts both gathers on every rank: other ranks send what they have of each tensor, and
+        # even a gather of none begins with a collective
         for _ in tensors:
             pass
         self._saved_step = metrics.step
@@ -149,16 +147,16 @@ class Checkpoints:
         self,
         folder: Path,
         tables: dict[str, Shapes],
-        facts: dict[str, Any],
+        entries: dict[str, Any],
         objects: bytes,
         tensors: Iterable[torch.Tensor],
     ) -> None:
         """On rank 0; in the background in a thread, while `best` may already be of a later step
-        than `facts`."""
-        best_step = facts["best"]["step"]
+        than `entries`."""
+        best_step = entries["best"]["step"]
         with explain_write_errors(folder, _AFTER_A_FAILURE):
             folders.save(
-                folder, tables, tensors, facts, partial(self._write_others, objects)
+                folder, tables, tensors, entries, partial(self._write_others, objects)
             )
             folders.set_links(self.path, best_step)
             folders.prune(self.path, self.settings.keep_checkpoints, best_step)
@@ -171,7 +169,7 @@ class Checkpoints:
         if lora_config(module):
             write_adapter_config(module, draft / "model")
 
-    def _facts(self, live: LiveState, metrics: StepMetrics) -> dict[str, Any]:
+    def _entries(self, live: LiveState, metrics: StepMetrics) -> dict[str, Any]:
         accelerator = self.accelerator
         return {
             "step": metrics.step,
@@ -180,16 +178,16 @@ class Checkpoints:
             "device": accelerator.device.type,
             "mixed_precision": accelerator.mixed_precision,
             "tied": tied_names(live.module),
-            "base_model": self.facts["settings"].get("model_name_or_path"),
+            "base_model": self.provenance["settings"].get("model_name_or_path"),
             "optimizer": {"class": live.algorithm, "groups": live.changed_groups()},
-            "scheduler_steps": self.scheduler.scheduler.last_epoch,
+            "scheduler_steps": updates_done(self.scheduler),
             "loss_scale": scaler_state(accelerator, self.optimizer),
             "best": self.best.state(),
             "lines": {
                 name: self._count_lines(name) for name in ("metrics.jsonl", "eval.jsonl")
             },
             "random": gather_object([random_states(accelerator.device)]),
-            **self.facts,
+            **self.provenance,
         }
 
     def _count_lines(self, name: str) -> int:

@@ -10,8 +10,9 @@ import torch
 from accelerate import Accelerator
 
 from toolkit.errors import Faults, UserError, listing
+from toolkit.launch.strategy import strategy_name
 from toolkit.training.optimizer import unwrapped_optimizer
-from toolkit.training.verified import is_verified, strategy_name
+from toolkit.training.verified import is_verified
 from toolkit.utils.modules import unwrapped
 
 ELEMENTWISE = {
@@ -77,11 +78,10 @@ def check_before_prepare(accelerator: Accelerator, model: Any, optimizer: Any) -
     kind = type(optimizer)
     strategy = strategy_name(accelerator)
     is_elementwise = kind.__name__ in ELEMENTWISE.get(kind.__module__.partition(".")[0], ())
-    if (
-        strategy not in ("single", "ddp")
-        and not is_elementwise
-        and not is_verified(strategy)
-    ):
+    is_safe = strategy in ("single", "ddp") or is_elementwise
+    if not is_safe:
+        is_safe = is_verified(strategy)  # a collective: all ranks have the same optimizer
+    if not is_safe:
         what = f"{kind.__name__} may compute other updates from {strategy}'s shards of parameters"
         faults.add(f"{what}: launch with ddp, or run `toolkit verify` on this recipe first")
     faults.raise_if_any()
@@ -150,23 +150,19 @@ class LoopChecks:
         self._calls["forward"] = 0
         mean_loss.register_hook(lambda _: self._calls.update(["backward"]))
 
-    def check_update(self, schedule_steps: int) -> None:
-        """Checks a step whose update fp16 has not skipped, and the steps of its schedule."""
-        if not self._calls["update"]:
-            remedy = "call `accelerator.backward(...)` and `optimizer.step()`"
-            raise self._fault(f"the weights were not updated: {remedy}")
-        if schedule_steps != 1:
-            remedy = "call `scheduler.step()` once, after `optimizer.step()`"
-            raise self._fault(f"the schedule made {schedule_steps} steps: {remedy}")
-
-    def end_step(self, number: int, expected: int) -> None:
-        if not expected == self._calls["mean"] == self._calls["backward"]:
-            calls = (
-                f"{self._calls['mean']} means, {self._calls['backward']} backward passes"
-            )
-            raise UserError(
-                f"step {number}: {calls} in {expected} micro-batches: make one each"
-            )
+    def end_step(self, micro_batches: int, schedule_steps: int, was_skipped: bool) -> None:
+        """`schedule_steps`: those of the schedule in this step. `was_skipped`: by fp16."""
+        if not was_skipped:
+            if not self._calls["update"]:
+                remedy = "call `accelerator.backward(...)` and `optimizer.step()`"
+                raise self._fault(f"the weights were not updated: {remedy}")
+            if schedule_steps != 1:
+                remedy = "call `scheduler.step()` once, after `optimizer.step()`"
+                raise self._fault(f"the schedule made {schedule_steps} steps: {remedy}")
+        means, passes = self._calls["mean"], self._calls["backward"]
+        if not micro_batches == means == passes:
+            calls = f"{means} means, {passes} backward passes"
+            raise self._fault(f"{calls} in {micro_batches} micro-batches: make one each")
         self._calls.clear()
         self._step = 0
 

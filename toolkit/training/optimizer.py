@@ -155,6 +155,11 @@ def set_schedule(scheduler: AcceleratedScheduler, steps: int) -> None:
             scheduler.scheduler.step()
 
 
+def updates_done(scheduler: AcceleratedScheduler) -> int:
+    """The optimizer's updates so far: a step that fp16 skips does not count."""
+    return scheduler.scheduler.last_epoch
+
+
 def unwrapped_optimizer(optimizer: Any) -> Any:
     """The optimizer that `Accelerator.prepare` wrapped."""
     while hasattr(optimizer, "optimizer"):

@@ -46,6 +46,8 @@ def prepare_for_strategy(
     _make_contiguous(model)
     if settings.torch_compile:
         compile_layers(accelerator, model)
+    # an upper bound does: `Step.mean` multiplies by what accelerate and DeepSpeed divide by. But 1
+    # must be exact: DeepSpeed then accumulates no gradients
     accelerator.gradient_accumulation_steps = accumulation
     # the schedule would count a step that a fused kernel skips
     if accelerator.scaler is not None:

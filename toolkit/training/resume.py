@@ -1,13 +1,12 @@
 """Resumes a run from a checkpoint, whatever strategy and world size saved it.
 
 `choose_origin` finds the newest whole checkpoint and compares its job with this one, before the
-model is prepared; `resume_from` restores its state."""
+run's folder is changed; `resume_from` restores its state."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,12 @@ from toolkit.checkpoint.model_folder import has_model, save_model
 from toolkit.config import ObjectiveSettings, section_in
 from toolkit.data.prepare import Data
 from toolkit.errors import UserError
+from toolkit.pretrained import model_digest
 from toolkit.training.average import average_as_weights, remove_average
 from toolkit.training.checkpoints import Checkpoints
-from toolkit.training.extra_state import load_registered, set_random_states
+from toolkit.training.extra_state import load_registered
 from toolkit.training.optimizer import set_schedule
 from toolkit.training.precision import set_scaler
-from toolkit.utils.cache import digest_of_files
 from toolkit.utils.log import logger
 
 # Settings that do not change what is trained. Of files and models the content is compared instead,
@@ -39,7 +38,9 @@ NOT_OF_TRAINING = {
 _OF_THE_DEVICE = {"per_device_batch_size", "max_tokens_per_batch"}
 
 
-def choose_origin(resume: str, checkpoints: Path, facts: Mapping[str, Any]) -> Path | None:
+def choose_origin(
+    resume: str, checkpoints: Path, provenance: Mapping[str, Any]
+) -> Path | None:
     """The newest whole one of the checkpoints that `--resume` names, or None, for a start at step
     0. Raises UserError if all are damaged, or if it is of another job."""
     if resume == "no":
@@ -48,7 +49,7 @@ def choose_origin(resume: str, checkpoints: Path, facts: Mapping[str, Any]) -> P
     for folder in _named_checkpoints(resume, checkpoints):
         fault = folders.find_fault(folder)
         if not fault:
-            _refuse_other_job(folder, facts)
+            _refuse_other_job(folder, provenance)
             return folder
         faults.append(fault)
         logger.warning(f"checkpoint {folder.name}: {fault}: skipped")
@@ -76,12 +77,12 @@ def identity_of(
     data: Data,
     recipe: str,
 ) -> dict[str, Any]:
-    """The facts that must be equal in a checkpoint and in the run that resumes from it, as JSON. A
-    model's folder is identified by its content, and may be moved or copied."""
+    """What must be equal in a checkpoint and in the run that resumes from it, as JSON. A model's
+    folder is identified by its content, and may be moved or copied."""
     training = settings.training
     source = str(settings.model.model_name_or_path)
     if accelerator.is_main_process and Path(source).is_dir():
-        source = digest_of_model(Path(source))
+        source = model_digest(source)
     return {
         "recipe": recipe,
         "model": source,
@@ -95,20 +96,16 @@ def identity_of(
     }
 
 
-def digest_of_model(folder: Path) -> str:
-    """Of the folder's config and weights."""
-    weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
-    return digest_of_files(folder, [folder / "config.json", *weights])
-
-
-def _refuse_other_job(folder: Path, facts: Mapping[str, Any]) -> None:
+def _refuse_other_job(folder: Path, provenance: Mapping[str, Any]) -> None:
     """Raises UserError if the checkpoint's `identity` is not this run's."""
     state = folders.read_state(folder)
-    reasons = differences(state["identity"], facts["identity"])
+    reasons = differences(state["identity"], provenance["identity"])
     if not reasons:
         return
     # data and model are digests: the settings say which file is another one
-    reasons += differences(state["settings"], facts["settings"], ignored=facts["identity"])
+    reasons += differences(
+        state["settings"], provenance["settings"], ignored=provenance["identity"]
+    )
     remedy = "Pass the settings it was saved with or another --output_dir, or "
     remedy += "--overwrite_output_dir to move that run aside and start again"
     raise UserError(f"{folder} belongs to another job: {'; '.join(reasons)}. {remedy}")
@@ -172,8 +169,7 @@ def resume_from(
         accelerator.num_processes,
         accelerator.device.type,
     ):
-        own_states = state["random"][accelerator.process_index]
-        steps.set_randomness = partial(set_random_states, own_states)
+        steps.random_states = state["random"][accelerator.process_index]
     checkpoints.continues = folder.parent.resolve() == checkpoints.path.resolve()
     if checkpoints.continues:
         checkpoints.set_links()
@@ -182,7 +178,7 @@ def resume_from(
     lines = [*lines_on_best, line]
     if changes:
         lines.append(f"settings that changed since: {'; '.join(changes)}")
-    if state["script"] != checkpoints.facts["script"]:
+    if state["script"] != checkpoints.provenance["script"]:
         why = "if its loss, model or data did, pass --overwrite_output_dir to start again"
         lines.append(f"the recipe has changed since that checkpoint: {why}")
     return Resumed(folder, state, lines)
@@ -195,7 +191,9 @@ def _changed_settings(
 ) -> list[str]:
     """`NAME was X and is Y` for each setting that affects training."""
     unimportant = NOT_OF_TRAINING | _OF_THE_DEVICE | set(ignored)
-    changes = differences(state["settings"], checkpoints.facts["settings"], unimportant)
+    changes = differences(
+        state["settings"], checkpoints.provenance["settings"], unimportant
+    )
     precision = {"mixed_precision": checkpoints.accelerator.mixed_precision}
     return changes + differences(state, precision)
 

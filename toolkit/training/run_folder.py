@@ -52,23 +52,23 @@ def open_run_folder(
     accelerator: Accelerator,
     settings: TrainingSettings,
     recipe: str,
-    facts: dict[str, Any],
+    provenance: dict[str, Any],
 ) -> RunFolder:
-    """Opens `--output_dir`; all ranks must call it. `facts`: see `Checkpoints`. Raises UserError,
-    on the main process, if the folder holds a run that `--resume` excludes, or that cannot be
-    resumed."""
+    """Opens `--output_dir`; all ranks must call it. `provenance`: see `Checkpoints`. Raises
+    UserError, on the main process, if the folder holds a run that `--resume` excludes, or that
+    cannot be resumed."""
     folder = None
     if accelerator.is_main_process:
-        folder = create_run_folder(settings, recipe, facts)
-    place = (folder.path, folder.origin) if folder else None
-    path, origin = broadcast_object_list([place])[0]
+        folder = create_run_folder(settings, recipe, provenance)
+    paths = (folder.path, folder.origin) if folder else None
+    path, origin = broadcast_object_list([paths])[0]
     return folder or RunFolder(path, origin)
 
 
 def create_run_folder(
     settings: TrainingSettings,
     recipe: str,
-    facts: dict[str, Any],
+    provenance: dict[str, Any],
 ) -> RunFolder:
     """Creates and locks the run's folder, on the main process. A run in it is continued from a
     checkpoint; it is moved aside if it ended before its first one, or with
@@ -85,7 +85,7 @@ def create_run_folder(
     if settings.overwrite_output_dir and resume == "auto":
         resume = "no"
     # before the old run is moved: --resume may name one of its checkpoints
-    origin = choose_origin(resume, checkpoints, facts)
+    origin = choose_origin(resume, checkpoints, provenance)
     content = [name for name in _FILES if (path / name).exists()]
     if content and (settings.overwrite_output_dir or _ended_early(path)):
         origin = _move_aside(path, stamp, origin)

@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -35,13 +35,14 @@ from toolkit.errors import UserError, listing
 from toolkit.launch.environment import OTHER_RANDOMNESS
 from toolkit.launch.signals import StopSignals
 from toolkit.training.checks import LoopChecks
+from toolkit.training.extra_state import set_random_states
 from toolkit.training.metrics import (
     StepMetrics,
     mean_by_name,
     norm_of,
     peak_memory_bytes,
 )
-from toolkit.training.optimizer import unwrapped_optimizer
+from toolkit.training.optimizer import unwrapped_optimizer, updates_done
 from toolkit.training.schedule import Schedule
 from toolkit.utils import memory
 from toolkit.utils.modules import unwrapped
@@ -58,7 +59,7 @@ _LOSS = "step.mean"
 class Step:
     """One optimizer step on a global batch. A recipe sets `grad_norm`, and no other attribute."""
 
-    steps: Steps
+    loop: Steps
     number: int
     """Counted from 1."""
     indices: np.ndarray
@@ -82,31 +83,31 @@ class Step:
     @property
     def evaluates(self) -> bool:
         """Whether an evaluation is due after this step: every `eval_every`, and after the last."""
-        schedule = self.steps.schedule
+        schedule = self.loop.schedule
         return self.number % schedule.eval_every == 0 or self.number == schedule.total_steps
 
     @property
     def tokens(self) -> int:
         """Tokens of the global batch, without padding."""
-        return int(self.steps.train.lengths[self.indices].sum())
+        return int(self.loop.train.lengths[self.indices].sum())
 
     def micro_batches(self, model: torch.nn.Module) -> Iterator[Batch]:
         """Yields this process's micro-batches, with the model in training mode. Its gradients are
         synchronised in the last one, or in each with `sync_each_batch`."""
-        steps, accelerator = self.steps, self.steps.accelerator
+        loop, accelerator = self.loop, self.loop.accelerator
         model.train()
-        steps.checks.begin_step(self.number, model)
+        loop.checks.begin_step(self.number, model)
         self._values.clear()
         self._ids.clear()
-        following: list[partial[Batch] | None] = [*self.collations[1:]]
-        following.append(self.next_step.collations[0] if self.next_step else None)
-        for collation, next_one in zip(self.collations, following, strict=True):
-            batch = steps.prefetcher.batch(collation, next_one)
+        following = self.next_step.collations[0] if self.next_step else None
+        batches = loop.prefetcher.batches(self.collations, following)
+        for number, batch in enumerate(batches, 1):
             self._batch = batch
-            launch.exit_state.explain = partial(memory.explain, batch, steps.recomputes)
-            accelerator.sync_gradients = collation is self.collations[-1]
+            launch.exit_state.explain = partial(memory.explain, batch, loop.recomputes)
+            # as `accelerator.accumulate` sets it; `ReduceOnce` reads it
+            accelerator.sync_gradients = number == len(self.collations)
             with contextlib.ExitStack() as stack:
-                if not (accelerator.sync_gradients or steps.syncs_each_batch):
+                if not (accelerator.sync_gradients or loop.syncs_each_batch):
                     stack.enter_context(accelerator.no_sync(model))
                 yield batch
         self._batch = None
@@ -122,7 +123,7 @@ class Step:
         division by the global loss denominator.
 
         Raises UserError outside `micro_batches`, and unless there is one loss per sample."""
-        accelerator, checks = self.steps.accelerator, self.steps.checks
+        accelerator, checks = self.loop.accelerator, self.loop.checks
         batch = self._current_batch()
         checks.check_losses(losses, len(batch.weights))
         weighted = self._weigh(_LOSS, losses)
@@ -213,7 +214,8 @@ class Steps:
         """Steps taken, with those whose update fp16 skipped."""
         self.stop_signal = 0
         """Number of a stop signal (SIGTERM, SIGUSR1, Ctrl-C) that any process received, or 0."""
-        self.set_randomness: Callable[[], None] = self._seed_dropout
+        self.random_states: Mapping[str, Any] | None = None
+        """Of a resumed checkpoint, if its ranks were the same; otherwise dropout is seeded."""
         self._collate = collator_of(train, tokenizer, accelerator.device)
         self._skipped = 0
         """Steps in a row, up to the last, whose gradient was not finite."""
@@ -222,6 +224,7 @@ class Steps:
         self._pending: list[Step] = []
         self._steps_per_gather = settings.logging_steps or 1
         self._seconds_per_step = math.inf
+        """On a GPU one step is gathered first, to measure it."""
 
     def _seed_dropout(self) -> None:
         """Seeds dropout by process and by the steps of a resumed run; the weights have been
@@ -233,7 +236,10 @@ class Steps:
     def __iter__(self) -> Iterator[Step]:
         """Yields the steps after `done`, with the order of samples by seed and epoch. Stop signals
         only set `stop_signal` meanwhile."""
-        self.set_randomness()
+        if self.random_states is None:
+            self._seed_dropout()
+        else:
+            set_random_states(self.random_states)
         if self.accelerator.device.type == "cuda":  # without the search for a batch size
             torch.cuda.reset_peak_memory_stats(self.accelerator.device)
         group = unwrapped_optimizer(self.optimizer).param_groups[0]
@@ -244,15 +250,15 @@ class Steps:
                 step.next_step = next(remaining, None)
                 step.started = time.perf_counter()
                 step.learning_rate = float(group["lr"])
-                self._updates = self.scheduler.scheduler.last_epoch
+                self._updates = updates_done(self.scheduler)
                 yield step
                 step = step.next_step
 
     def _remaining(self) -> Iterator[Step]:
         train, settings, schedule = self.train, self.settings, self.schedule
-        numbers = range(self.done, schedule.total_steps)
+        all_done = range(self.done, schedule.total_steps)
         by_epoch = itertools.groupby(
-            numbers, lambda number: number // schedule.steps_per_epoch
+            all_done, lambda done: done // schedule.steps_per_epoch
         )
         for epoch, of_epoch in by_epoch:
             order = epoch_order(
@@ -263,26 +269,27 @@ class Steps:
                 settings.group_by_length,
                 train.sampling_probabilities,
             )
-            for number in of_epoch:
-                start = number % schedule.steps_per_epoch * settings.global_batch_size
+            for done in of_epoch:
+                start = done % schedule.steps_per_epoch * settings.global_batch_size
                 indices = order[start : start + settings.global_batch_size]
                 collate = self._collate.at(epoch)
                 denominator = collate.loss_denominators(indices).sum().item()
                 # 1 if no text has a target token: their loss is 0
                 collations = self._collations(collate, indices)
-                yield Step(self, number + 1, indices, collations, denominator or 1)
+                yield Step(self, done + 1, indices, collations, denominator or 1)
 
     def _collations(self, collate: Collator, indices: np.ndarray) -> list[partial[Batch]]:
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
         samples = micro_batches(
             self.train,
             indices,
             self.settings.micro_batch_size,
-            self.accelerator.process_index,
-            self.accelerator.num_processes,
+            world,
             self.settings.max_tokens_per_batch,
         )
         return [
-            partial(collate_padded, collate, some, max(1, len(some))) for some in samples
+            partial(collate_padded, collate, some, max(1, len(some)))
+            for some in samples[rank::world]
         ]
 
     def finish(self, step: Step) -> Iterator[StepMetrics]:
@@ -305,9 +312,9 @@ class Steps:
             yield from self.flush()
 
     def _check_calls(self, step: Step) -> None:
-        if not self.optimizer.step_was_skipped:
-            self.checks.check_update(self.scheduler.scheduler.last_epoch - self._updates)
-        self.checks.end_step(step.number, len(step.collations))
+        schedule_steps = updates_done(self.scheduler) - self._updates
+        was_skipped = self.optimizer.step_was_skipped
+        self.checks.end_step(len(step.collations), schedule_steps, was_skipped)
         if step.grad_norm is None:
             how = (
                 "step.grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)"
@@ -337,15 +344,15 @@ class Steps:
         launch.exit_state.explain = None  # later failures are not a micro-batch's
         self.stop_signal = max(each["stop_signal"] for each in by_rank)
         if self.settings.logging_steps is None and self.accelerator.device.type != "cpu":
-            seconds = by_rank[0]["seconds_per_step"]  # the same number on all ranks
-            self._steps_per_gather = max(1, int(_GATHER_SECONDS / seconds))
+            per_step = by_rank[0]["seconds_per_step"]  # the same number on all ranks
+            self._steps_per_gather = max(1, int(_GATHER_SECONDS / per_step))
         seconds = time.perf_counter() - started + sum(step.seconds for step in finished)
         self._seconds_per_step = seconds / len(finished)
         samples = sum(len(step.indices) for step in finished)
         tokens = sum(step.tokens for step in finished)
         lines = []
-        for place, step in enumerate(finished):
-            sums = [each["sums"][place] for each in by_rank]
+        for index, step in enumerate(finished):
+            sums = [each["sums"][index] for each in by_rank]
             means = mean_by_name(sums, step.loss_denominator)
             lines.append(
                 StepMetrics(
@@ -353,7 +360,7 @@ class Steps:
                     epoch=round(step.number / self.schedule.steps_per_epoch, 4),
                     loss=means.pop(_LOSS),
                     learning_rate=step.learning_rate,
-                    grad_norm=by_rank[0]["grad_norms"][place],
+                    grad_norm=by_rank[0]["grad_norms"][index],
                     samples=len(step.indices),
                     tokens=step.tokens,
                     samples_per_second=round(samples / seconds, 2),

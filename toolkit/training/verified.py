@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from toolkit.launch.environment import OTHER_RANDOMNESS
+from toolkit.launch.strategy import strategy_name
 from toolkit.utils.cache import digest_of_file
 from toolkit.utils.files import cache_folder, templates
 
@@ -20,16 +21,6 @@ def script_digest() -> str | None:
     if not script or not Path(script).is_file():
         return None
     return digest_of_file(Path(script))
-
-
-def strategy_name(accelerator: Accelerator) -> str:
-    """As in accelerate_configs/: single, ddp, zero1, zero2, zero3 or fsdp2."""
-    plugin = accelerator.state.deepspeed_plugin
-    if plugin:
-        return f"zero{plugin.zero_stage}"
-    if accelerator.is_fsdp2:
-        return "fsdp2"
-    return "ddp" if accelerator.num_processes > 1 else "single"
 
 
 def record_path(digest: str, strategy: str) -> Path:

@@ -55,6 +55,9 @@ class Feature:
     """The hooks, which do nothing by default. A feature looks at its settings by itself, and does
     nothing if it is off. In a run all processes call `data`, `model`, `best_model`, `results`."""
 
+    affects_training = False
+    """Whether its settings change how a run trains: a resumed run reports those that changed."""
+
     def __init__(
         self, *commands: Command, recipes: Mapping[str, type] | None = None
     ) -> None:

@@ -157,7 +157,7 @@ def nan_to_none(content: Any) -> Any:
     return json.loads(json.dumps(content, default=str), parse_constant=lambda _: None)
 
 
-def read_table(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """Reads a JSON object. Raises UserError naming the file."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 
 from tqdm import tqdm
 
@@ -14,8 +13,6 @@ class Progress:
     """tqdm's bar: rewritten in a terminal, a line every 15 seconds in a file."""
 
     def __init__(self, what: str, total: int, unit: str = "rows") -> None:
-        self.total = total
-        self.started = time.monotonic()
         seconds = _SCREEN_SECONDS if sys.stderr.isatty() else _LOG_SECONDS
         self._bar = tqdm(
             desc=what,
@@ -27,10 +24,7 @@ class Progress:
             leave=False,
         )
 
-    def update(self, done: int, part: float | None = None) -> None:
-        """`part`: the share of the work that is done, if it is not that of the rows."""
-        if part is not None:
-            done = round(part * self.total)
+    def update(self, done: int) -> None:
         self._bar.update(done - self._bar.n)
 
     def close(self) -> None:

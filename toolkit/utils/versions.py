@@ -15,7 +15,7 @@ from toolkit.errors import UserError, listing
 OURS = "finetune-toolkit"
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "peft", "numpy")
 ALL_PACKAGES = (*PACKAGES, "tokenizers", "safetensors")
-Table = tuple[str, Mapping[str, Any]]
+HostValues = tuple[str, Mapping[str, Any]]
 """(host, its {name: version})."""
 _ROOT = Path(__file__).resolve().parent.parent  # the package
 
@@ -79,7 +79,7 @@ def code_digest(script: str | Path | None = None) -> str:
     return hashlib.sha256(contents).hexdigest()[:12]
 
 
-def describe_differences(tables: Sequence[Table]) -> str:
+def describe_differences(tables: Sequence[HostValues]) -> str:
     """What differs from the first table, as `torch is 2.13.0 on A and 2.12.1 on B`; empty for
     nothing."""
     first_host, first = tables[0]

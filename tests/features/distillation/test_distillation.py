@@ -70,9 +70,18 @@ def test_the_teacher_is_computed_once_and_a_resumed_run_continues() -> None:
     first = distilled("single", "first")
     again = distilled("single", "again", "--distillation_alpha", 1)
     half = distilled("single", "half", "--max_steps", 4, "--checkpoint_every", 4)
-    resumed = distilled("single", "resumed", "--resume", half / "checkpoints" / "step-00000004")
+    saved = half / "checkpoints" / "step-00000004"
+    resumed = distilled("single", "resumed", "--resume", saved)
+    other = ("--distillation_alpha", 0.9, "--baselines", "false")
+    distilled("single", "changed", "--resume", saved, *other)
     logs = [single.log(f"distilled {name}") for name in ("first", "again", "half", "resumed")]
     assert sum(log.count("training rows, once") for log in logs) == 1
+    changed = single.log("distilled changed")
+    assert (
+        "changed since: max_steps was 4 and is 8; distillation_alpha was 0.5 and is 0.9\n"
+        in changed
+    )
+    assert "changed since: max_steps was 4 and is 8\n" in logs[3]
     for other in (alone, again):
         assert losses_of(first) != pytest.approx(losses_of(other), rel=1e-3)
     assert losses_of(half) == pytest.approx(losses_of(first)[:4], rel=1e-6)

@@ -35,6 +35,8 @@ class DistillationSettings:
 class DistillationFeature(Feature):
     """A column of the teacher's logits, and a term of the objective that reads it."""
 
+    affects_training = True
+
     def settings(self, settings_class: type) -> Mapping[str, type]:
         if not issubclass(settings_class, TaskSettings):
             return {}

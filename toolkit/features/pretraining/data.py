@@ -280,10 +280,8 @@ def masked_evaluation(
     if not arrays:
         return outputs.make_evaluation()
     sums = arrays[0].astype(np.float64)
-    # so that their mean over texts is the mean over masked tokens
-    losses = sums[:, 0] * (len(sums) / max(1, sums[:, 2].sum()))
     lines = partial(_lines, outputs.split.rows, sums)
-    return outputs.make_evaluation(losses, compute_metrics(sums), lines)
+    return outputs.make_evaluation(sums[:, 0], compute_metrics(sums), lines)
 
 
 def _lines(rows: np.ndarray, sums: np.ndarray) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ from toolkit.data.table import Table, TextBlock
 from toolkit.data.targets import Targets
 from toolkit.data.token_files import save_texts, save_tokens
 from toolkit.data.tokenizer import reading_beginnings
-from toolkit.data.tokens import Split, gather_slices, read_lines
+from toolkit.data.tokens import Split, gather_slices, read_jsonl
 from toolkit.data.unknown import unknown_notes
 from toolkit.errors import UserError
 from toolkit.utils.extras import require_extra
@@ -61,7 +61,7 @@ class TitleSplit(Split):
 
     def titles(self) -> list[str]:
         """The reference titles; saved for validation and test splits only."""
-        return [title for (title,) in read_lines(self.folder / "titles.jsonl")]
+        return [title for (title,) in read_jsonl(self.folder / "titles.jsonl")]
 
 
 @dataclass(frozen=True)
