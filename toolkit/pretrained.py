@@ -28,7 +28,7 @@ from toolkit.demo import PREFIX, model_path
 from toolkit.errors import UserError, first_line, is_panic, listing
 from toolkit.utils.cache import digest_of_files
 from toolkit.utils.compat import require
-from toolkit.utils.files import read_table, refuse_lfs_pointer
+from toolkit.utils.files import read_json_object, refuse_lfs_pointer
 from toolkit.utils.log import log_on_rank_0
 
 _CONFIG = "config.json"
@@ -169,7 +169,7 @@ def explain_load_errors(name: str, attention: str | None = None) -> Iterator[str
     config = Path(name) / _CONFIG
     try:
         if config.is_file():
-            read_table(config)
+            read_json_object(config)
         yield model_path(name)
     except UserError:
         raise

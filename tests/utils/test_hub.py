@@ -13,7 +13,7 @@ from tests.runs import free_port
 from toolkit.config import ModelSettings
 from toolkit.data.read import read_hub
 from toolkit.data.tokenizer import load_tokenizer
-from toolkit.pretrained import use_cache_if_unreachable, load_plain_tokenizer
+from toolkit.pretrained import load_plain_tokenizer, use_cache_if_unreachable
 
 
 @pytest.fixture
@@ -40,8 +40,9 @@ def test_unreachable_hub(closed: str) -> None:
 
 def test_offline_mode_is_named(closed: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    says = ["no folder here", "offline mode"]
     for kind in ("model", "dataset"):
-        refusal(use_cache_if_unreachable, "nobody/nothing", kind, says=["no folder here", "offline mode"])
+        refusal(use_cache_if_unreachable, "nobody/nothing", kind, says=says)
 
 
 def test_the_copy_in_the_cache(closed: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

@@ -24,7 +24,7 @@ import torch
 from toolkit.conversion.model_class import ModelClass
 from toolkit.conversion.stored import Checkpoint, Stored
 from toolkit.errors import UserError, explain_errors, listing
-from toolkit.utils.files import read_table
+from toolkit.utils.files import read_json_object
 from toolkit.utils.timeouts import interrupt_after
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -70,7 +70,7 @@ def read_config(checkpoint: Checkpoint, folder: Path | None) -> Any:
         remedy = "pass the folder that has it as --config_from"
         raise UserError(f"{checkpoint.path} has no {ADAPTER_CONFIG}: {remedy}")
     path = folder / ADAPTER_CONFIG
-    settings = read_table(path)
+    settings = read_json_object(path)
     kind = settings.get("peft_type")
     if kind != "LORA":
         raise UserError(

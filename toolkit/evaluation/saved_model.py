@@ -42,7 +42,7 @@ from toolkit.evaluation.outputs import BatchSizes
 from toolkit.launch.precision import autocast
 from toolkit.pretrained import load_config, refuse_foreign_tokenizer
 from toolkit.utils.cache import digest_of_text
-from toolkit.utils.files import cache_folder, read_table
+from toolkit.utils.files import cache_folder, read_json_object
 from toolkit.utils.log import log_on_rank_0
 
 _COLUMNS = TypeAdapter(dict[str, str | list[str] | None])
@@ -56,7 +56,7 @@ def training_run(name: str) -> dict[str, Any]:
     run = {}
     with contextlib.suppress(OSError, UserError):
         # strict: a hub name must not count as a folder next to some run's config.json
-        run = read_table(Path(name).resolve(strict=True).parent / "config.json")
+        run = read_json_object(Path(name).resolve(strict=True).parent / "config.json")
     sections = {key: run.get(key) for key in ("settings", "data")}
     if all(isinstance(each, dict) for each in sections.values()):
         return sections
@@ -73,7 +73,7 @@ def training_columns(name: str) -> dict[str, Any]:
     if file is None:
         return {}
     with explain_errors(f"{file}, {COLUMNS}"):
-        return _COLUMNS.validate_python(read_table(Path(file)).get(COLUMNS, {}))
+        return _COLUMNS.validate_python(read_json_object(Path(file)).get(COLUMNS, {}))
 
 
 def fitting_settings(name: str, file: str, text_column: str | None) -> dict[str, Any]:
