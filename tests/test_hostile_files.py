@@ -172,7 +172,7 @@ FOLDERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "more names than outputs": ("config.json", {"id2label": NAMES}, "other sizes"),
     "panics when loaded": ("tokenizer.json", {"normalizer": PANIC}, "cannot be loaded"),
     "no length": ("tokenizer_config.json", {"model_max_length": "x"}, "cannot be loaded"),
-    "no columns": ("tokenizer_config.json", {"training_columns": [1]}, "training_columns"),
+    "no columns": ("tokenizer_config.json", {"training_columns": {"delimiter": {}}}, "delimiter"),
     "panics in use": ("tokenizer.json", {"pre_tokenizer": NOTHING}, "cannot be loaded"),
 }
 

@@ -148,7 +148,7 @@ UNKNOWN: dict[str, tuple[bool | None, list[str]]] = {
     "NBA Café": (True, []),
     "ＮＢＡ": (True, ["ＮＢＡ (", "NFKC", "100 %"]),
     "臺😀": (True, ["臺 (", "😀 ("]),
-    "nba": (None, []),
+    "ＮＢ": (None, ["--do_lower_case true and", "NFKC", "make readable 100 %"]),
 }
 
 

@@ -205,18 +205,12 @@ def test_plan_of_each_shipped_file(path: Path, tmp_path: Path, monkeypatch: Any)
 
 
 def test_default_processes(monkeypatch: Any) -> None:
-    for kind, machines, processes in (
-        ("MULTI_GPU", 1, 8),
-        ("DEEPSPEED", 2, 16),
-        ("MULTI_CPU", 2, 2),
-        ("NO", 1, 1),
-    ):
-        monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
-        options, config = split_arguments([])[0], {"distributed_type": kind}
-        assert (
-            launch_options.count_processes(options, config, Path("mine.yaml"), machines)
-            == processes
-        )
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    count, options = launch_options.count_processes, split_arguments([])[0]
+    cases = ("MULTI_GPU", 1, 8), ("DEEPSPEED", 2, 16), ("MULTI_CPU", 2, 2), ("NO", 1, 1)
+    for kind, machines, processes in cases:
+        config = {"distributed_type": kind}
+        assert count(options, config, Path("mine.yaml"), machines) == processes
 
 
 def test_refused_before_a_launch() -> None:

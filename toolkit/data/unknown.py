@@ -20,7 +20,7 @@ _WARN_TEXTS = 0.01
 _MAX_TOKENS = 0.5
 """A share of the tokens."""
 _MIN_READ = 0.05
-"""A share of the unknown words, for a remedy to be named."""
+"""A share of the unknown words that a remedy must read beyond those named before it."""
 _MOST_TEXTS = 500
 _MOST_CHARACTERS = 5000
 _MOST_WORDS = 1000
@@ -59,11 +59,13 @@ def _describe(tokenizer: Any, table: Table) -> str:
             counts.update(_unknown_words(tokenizer, texts))
     words = counts.most_common(_MOST_WORDS)
     parts = [listing(f"{word[:_SHOWN_CHARACTERS]} ({count})" for word, count in words)]
+    best = 0.0
     for remedy, change in _remedies(tokenizer):
         read = sum(count for word, count in words if _reads(tokenizer, change(word)))
         share = read / max(1, counts.total())
-        if share > _MIN_READ:
+        if share > best + _MIN_READ:
             parts.append(f"{remedy} {100 * share:.0f} % of them")
+            best = share
     return "; ".join(parts)
 
 
@@ -85,11 +87,16 @@ def _reads(tokenizer: Any, word: str) -> bool:
 
 def _remedies(tokenizer: Any) -> Iterator[tuple[str, Callable[[str], str]]]:
     """What to do, and what that makes of a word."""
+    compose = partial(unicodedata.normalize, "NFKC")
+    remedy = "unicodedata.normalize('NFKC', text) in all files"
     keeps_case = getattr(tokenizer, "do_lower_case", None) is False
-    if keeps_case and "A" not in tokenizer.get_vocab():
-        yield "--do_lower_case true reads", _lower_case
-    remedy = "unicodedata.normalize('NFKC', text) in all files makes readable"
-    yield remedy, partial(unicodedata.normalize, "NFKC")
+    if not keeps_case or "A" in tokenizer.get_vocab():
+        yield f"{remedy} makes readable", compose
+        return
+    yield "--do_lower_case true reads", _lower_case
+    yield f"{remedy} makes readable", compose
+    both = f"--do_lower_case true and {remedy} make readable"
+    yield both, lambda word: _lower_case(compose(word))
 
 
 def _lower_case(word: str) -> str:
