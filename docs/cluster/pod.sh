@@ -16,7 +16,7 @@ fi
 launch=(--config_file "${CONFIG:-accelerate_configs/2node_zero2.yaml}"
     --num_processes $((PET_NNODES * PET_NPROC_PER_NODE)) "${machines[@]}")
 if [ -n "${DOCTOR:-}" ]; then
-    toolkit doctor --num_machines "$PET_NNODES" "${machines[@]}" --timeout 600
+    toolkit doctor --num_machines "$PET_NNODES" "${machines[@]}" --rendezvous_timeout 600
 fi
 
 # Pods start at different times (pulling an image, waiting for a node), so they wait for each other. If one pod is stopped

@@ -95,7 +95,7 @@ def test_disk_and_shared_memory(free: int, level: str, tmp_path: Path, monkeypat
 
 def doctors(hosts: TwoHosts, timeout: float = 20.0, **of_b: Any) -> dict[str, Any]:
     """Runs one on each host; what each found. `of_b` goes to `TwoHosts.start`."""
-    words = [*DOCTOR, "--main_process_ip", ADDRESSES["a"], "--timeout", str(timeout)]
+    words = [*DOCTOR, "--main_process_ip", ADDRESSES["a"], "--rendezvous_timeout", str(timeout)]
     running = {"a": hosts.start("a", words), "b": hosts.start("b", words, **of_b)}
     return {name: findings(process, timeout) for name, process in running.items()}
 
@@ -146,7 +146,7 @@ def test_a_port_that_drops_packets_is_told_from_one_that_refuses(hosts: TwoHosts
     assert "10.77.0.1:29600: no answer" in dropped
     assert "on 10.77.0.1, `sudo ufw allow from 10.77.0.2`" in dropped
     assert "machine 1 did not come" in reports["a"]["machines"][1]
-    words = [*DOCTOR, "--main_process_ip", ADDRESSES["a"], "--timeout", "3"]
+    words = [*DOCTOR, "--main_process_ip", ADDRESSES["a"], "--rendezvous_timeout", "3"]
     alone = findings(hosts.start("b", words), 3)["machines"][1]
     assert "nothing listens on this port" in alone
     assert "start the other machine too" in alone

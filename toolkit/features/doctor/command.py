@@ -36,4 +36,4 @@ def _findings(options: Namespace) -> Iterator[Finding]:
     if options.main_process_ip:
         config = {"num_machines": options.num_machines}
         machines = find_machines(vars(options), config, Path("this line"), os.environ)
-        yield from network.check(machines, options.timeout)
+        yield from network.check(machines, options.rendezvous_timeout)

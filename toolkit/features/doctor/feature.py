@@ -23,7 +23,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--main_process_port", metavar="PORT", help="the first machine's [29600]")
     add("--output_dir", default="runs", help="where a run would write [runs]")
     add(
-        "--timeout",
+        "--rendezvous_timeout",
         type=float,
         default=30,
         metavar="SECONDS",
