@@ -96,7 +96,7 @@ def test_a_model_without_a_layer(model: Path, tmp_path: Path, no_launcher: None)
     del cut.base_model.encoder.layer[-1]
     cut.save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "model")
-    refusal(toolkit.predict, tmp_path / "model", ["good"], says=["lacks", "encoder.layer.1."])
+    refusal(toolkit.predict, tmp_path / "model", ["good"], says=["config.json", "encoder.layer.1."])
 
 
 def test_anything_but_texts_is_refused(model: Path, tiny_model: Path, no_launcher: None) -> None:

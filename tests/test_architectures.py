@@ -77,8 +77,8 @@ def assert_converts(run: Path, out: Path) -> None:
         assert not any(loading.values()), loading
 
 
-def assert_predicts(run: Path) -> None:
-    table = pandas.read_csv(rows())
+def assert_predicts(run: Path, file: Path) -> None:
+    table = pandas.read_csv(file)
     pairs = list(zip(table["text"], table["other"], strict=True))
     answers = toolkit.predict(run / "model", pairs, mixed_precision="no")
     for line in lines_of(run / "predictions.jsonl"):
@@ -93,7 +93,7 @@ def test_one_process(name: str, tmp_path: Path) -> None:
     assert max(losses) - min(losses) > 0.001  # equal ones would agree with anything
     assert losses_of(run("single", name, "bf16")) == pytest.approx(losses, rel=0.03)
     assert_converts(one, tmp_path / "out")
-    assert_predicts(one)
+    assert_predicts(one, rows())
 
 
 @pytest.mark.parametrize(

@@ -37,4 +37,3 @@ def test_the_demo_data_sets(name: str) -> None:
         assert sum("\n" in text for text in texts) > 10_000  # paragraphs are kept
     if name == "demo:bbc":
         assert (table[0]["title"], found[0]) == ("Ad sales boost Time Warner profit", "business")
-        assert texts[0].startswith("Quarterly profits at US media giant")

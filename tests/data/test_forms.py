@@ -109,7 +109,6 @@ def test_advice_for_a_column_that_is_unclear(tmp_path: Path) -> None:
         ("a.csv", "2.5\n3.5\n", "if the first line is a row, pass --column_names"),
         ("a.txt", "a::1\nb::2\n", "pass --delimiter '::'"),
         ("a.txt", "a -> 1, 2\nb -> 2\n", "pass --delimiter '->'"),
-        ("a.txt", "a\nb\n", "with --other"),
         ("a.jsonl", LINES, "with --other"),
     ):
         rows_of(tmp_path / name, content)

@@ -117,7 +117,7 @@ def test_two_good_hosts_and_strangers_on_the_port(hosts: TwoHosts) -> None:
     command = f"while true; do {connect} && {nonsense}; sleep 0.2; done"
     stranger = hosts.start("b", ["bash", "-c", command])
     reports = doctors(hosts)
-    stranger.kill()
+    stranger.kill_session()
     for found in reports.values():
         assert found["machines"][1].startswith("hostA, hostB found each other")
         assert "16 MB summed over 2 machines at " in found["gloo"][1]

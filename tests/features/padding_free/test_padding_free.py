@@ -115,8 +115,8 @@ def test_unsupported_models_are_refused(load: Models, accelerator: Any) -> None:
         refusal(fine, **inputs, **reads, says=["--padding_free", "hidden states and attentions"])
 
 
-def test_the_saved_model_is_an_ordinary_one(tmp_path: Path) -> None:
+def test_the_saved_model_is_an_ordinary_one() -> None:
     """`toolkit predict` reads the columns that the run learned from."""
     run = runs("single")["padding-free pairs"]
     assert "padding_free" not in (run / "model" / "config.json").read_text(encoding="utf-8")
-    assert_predicts(run, inputs.uneven_reviews(), tmp_path / "out.jsonl")
+    assert_predicts(run, inputs.uneven_reviews())
