@@ -208,8 +208,7 @@ def _load_error(name: str, attention: str | None, error: BaseException) -> str:
     if weights.is_file() and re.search(r"config\.json|recognize", str(error)):
         return (
             f"model {name} is of no class of transformers, or lacks config.json. If a recipe of "
-            "yours defines its class, "
-            "predict in Python: build the model as the recipe does, then "
+            "yours defines its class, predict in Python: build the model as the recipe does, then "
             f"`model.load_state_dict(safetensors.torch.load_file({str(weights)!r}))` [{reason}]"
         )
     return (

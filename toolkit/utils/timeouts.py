@@ -36,10 +36,13 @@ def interrupt_after(seconds: float) -> Iterator[None]:
     def interrupt(*_: Any) -> None:
         raise TimeoutError(f"not done after {seconds:.0f} s")
 
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGALRM, interrupt)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

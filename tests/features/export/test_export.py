@@ -34,7 +34,8 @@ KINDS = [(to, int8) for to in FILES for int8 in (False, True)]
 def model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path) -> Path:
     """The model of a run that overfits its few rows, so that its predictions are confident."""
     run = tmp_path_factory.mktemp("exported") / "run"
-    words = ["--model_name_or_path", tiny_model, "--train_file", reviews, "--max_steps", 80]
+    words = ["--model_name_or_path", tiny_model, "--train_file", reviews]
+    words += ["--max_steps", 80, "--data_seed", 1]
     words += ["--learning_rate", "5e-3", "--dropout", 0, "--report_to", "none"]
     train(*words, "--output_dir", run, pages=True)
     return run / "model"
@@ -68,8 +69,7 @@ def test_equal_predictions(to: str, int8: bool, exported: Any, model: Path, revi
     texts = pandas.read_csv(reviews)["text"]
     mine, theirs = (pandas.DataFrame(toolkit.predict(path, texts)) for path in (folder, model))
     chances = [np.stack(table["probabilities"]) for table in (mine, theirs)]
-    errors = np.abs(chances[0] - chances[1])
-    assert errors.mean() < 0.05 if int8 else errors.max() < 1e-4
+    assert np.abs(chances[0] - chances[1]).max() < (0.3 if int8 else 1e-4)
     assert (mine["prediction"] == theirs["prediction"]).mean() > 0.95
     sizes = [sum(path.stat().st_size for path in exported[to, kind][0].iterdir())
              for kind in (False, True)]  # fmt: skip
