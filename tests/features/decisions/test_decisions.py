@@ -32,7 +32,8 @@ def half(folder: Path, name: str) -> None:
 
 
 COMMON = [*TINY, "--max_steps", 8, "--eval_every", 2, "--checkpoint_every", 4, "--learning_rate", "1e-2",
-          "--data_seed", 3, "--global_batch_size", 20, "--per_device_batch_size", 6, "--metric_for_best_model", "loss"]  # fmt: skip
+          "--data_seed", 3,
+          "--global_batch_size", 20, "--per_device_batch_size", 6, "--metric_for_best_model", "loss"]  # fmt: skip
 PLAIN = [*COMMON, "--train_file", partial(half, "train"), "--test_file", partial(half, "test")]
 SETTINGS = "--positive_class neg --calibrate --abstain_below 0.55 --tune_thresholds".split()
 TUNED = ["--calibrate", "--tune_thresholds", "f1"]
