@@ -85,7 +85,8 @@ def _notes_on_classes(
     if len(labels.columns) == 1:
         yield from notes_on_names(labels.names)
         yield from note_on_rare(labels.names, counts, splits["train"])
-        if hint := separator_hint(labels.names, labels.separator):
+        hint = separator_hint(labels.names, labels.separator)
+        if hint:
             yield hint
     for name, split in splits.items():
         missing = np.flatnonzero(_class_counts(labels, split) == 0)

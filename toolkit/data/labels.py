@@ -114,9 +114,8 @@ class Labels(Targets):
         parts = [np.zeros(0, dtype)]
         for rows, cells in read_cells(table, self.columns):
             values = []
-            known: dict[
-                str, Any
-            ] = {}  # of distinct cells, which are few; lists have no hash
+            # distinct cells are few; by their text, as lists have no hash
+            known: dict[str, Any] = {}
             for row, cell in zip(rows.tolist(), cells, strict=True):
                 text = repr(cell)
                 if text not in known:

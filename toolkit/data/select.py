@@ -208,9 +208,8 @@ def _hold_out(splits: dict[str, Samples], targets: Targets, settings: Any) -> st
     strata = targets.strata(samples.targets)
     if strata is not None:
         classes = strata[places]
-        repeats = (
-            np.bincount(strata)[classes] > 1
-        )  # a class of one row can only be trained on
+        # a class of one row can only be trained on
+        repeats = np.bincount(strata)[classes] > 1
         order = np.argsort(classes[repeats], kind="stable")
         places = places[repeats][order]
     count = max(1, round(len(places) * share))

@@ -105,13 +105,11 @@ def meet(
             "versions and settings", [(host, facts) for host, _, facts in members]
         )
     except UserError as error:
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the member that serves the store has ended
+        # the member that serves the store may have ended
+        with contextlib.suppress(RuntimeError):
             store.set(_FAULT, str(error))
-            time.sleep(
-                _READ_SECONDS
-            )  # this one may serve it: the others still read the fault
+            # if this one serves it, the others still read the fault
+            time.sleep(_READ_SECONDS)
         raise
     except RuntimeError as error:
         raise UserError(f"{noun} 0 was reached, and has ended since") from error
