@@ -30,8 +30,8 @@ def predict(model: str | Path, texts: Any, **sizes: Any) -> list[dict[str, Any]]
 
     `texts`: a sequence of str (a list, a pandas Series, a numpy array, a column of a DataFrame or
     of `datasets`), or of (str, str) pairs. `sizes`:
-    `per_device_batch_size`, `max_tokens`, `max_length`, and `mixed_precision`, as for `toolkit
-    predict`. All processes call this; only the main one gets the answers, the others an empty list.
+    `per_device_batch_size`, `max_tokens`, `max_length`, `mixed_precision` and `self_test`, as for
+    `toolkit predict`. All processes call this; only the main one gets the answers, the others an empty list.
     Raises UserError for a model that cannot be loaded, and for anything but texts."""
     saved, outputs = _outputs(model, _columns(texts), **sizes)
     if outputs is None:
@@ -62,6 +62,7 @@ def _outputs(
     max_tokens: int | None = None,
     max_length: int | None = None,
     mixed_precision: str | None = None,
+    self_test: str = "error",
 ) -> tuple[SavedModel, Any]:
     """The model and its outputs: None without texts, and on all processes but the main one."""
     saved = SavedModel(str(model))
@@ -75,7 +76,7 @@ def _outputs(
         )
     accelerator = launch.make_accelerator(mixed_precision)
     length = saved.choose_max_length(max_length, pairs)
-    saved.load(accelerator, length, per_device_batch_size, max_tokens)
+    saved.load(accelerator, length, per_device_batch_size, max_tokens, self_test)
     return saved, saved.compute_outputs(saved.tokenize(columns))
 
 

@@ -33,6 +33,7 @@ from toolkit.evaluation import Best, Evaluation, Outputs
 from toolkit.evaluation.answers import Answers, ClassAnswers
 from toolkit.evaluation.outputs import BatchSizes
 from toolkit.evaluation.saved_model import COLUMNS
+from toolkit.evaluation.self_test import check_folder
 from toolkit.launch.signals import StopRequested
 from toolkit.pretrained import load_config
 from toolkit.report.files import RunFiles
@@ -104,6 +105,8 @@ class Run:
         settings, accelerator = self.settings, self.accelerator
         model = model or settings.model
         config = load_config(model)  # first: it explains what is wrong with a folder
+        if accelerator.is_local_main_process:
+            check_folder(str(model.model_name_or_path), model.self_test)
         self.tokenizer = load_tokenizer(model)
         data = prepare_data(settings, self.tokenizer, config, accelerator)
         self.data = finish_data(settings, data, self.tokenizer, accelerator)

@@ -7,6 +7,7 @@ import functools
 import signal
 from pathlib import Path
 
+from toolkit.data.options import add_self_test_option
 from toolkit.demo import model_path
 from toolkit.utils.features import Command
 
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="only the tensors NAME.*, renamed without NAME.",
     )
+    add_self_test_option(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -51,7 +53,11 @@ def run(arguments: argparse.Namespace) -> None:
     # like Ctrl-C: removes the draft
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     settings = ConvertSettings(
-        arguments.dtype, arguments.config_from, arguments.base_model, arguments.prefix
+        arguments.dtype,
+        arguments.config_from,
+        arguments.base_model,
+        arguments.prefix,
+        arguments.self_test,
     )
     print("\n".join(convert(arguments.checkpoint, arguments.out, settings)))
 

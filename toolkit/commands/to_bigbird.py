@@ -28,10 +28,14 @@ def run(arguments: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # or DeepSpeed warns of a missing accelerator
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from toolkit.evaluation.self_test import check_folder, write_self_test
     from toolkit.models.to_bigbird import SparseSizes, to_bigbird
 
+    check_folder(arguments.bert)
     sizes = SparseSizes(arguments.max_length)
-    print("\n".join(to_bigbird(arguments.bert, Path(arguments.out), sizes)))
+    lines = to_bigbird(arguments.bert, Path(arguments.out), sizes)
+    write_self_test(Path(arguments.out))
+    print("\n".join(lines))
 
 
 COMMAND = Command(

@@ -76,6 +76,9 @@ class PretrainedSettings:
     attn_implementation: str | None = None
     """`sdpa`, `eager`, `flash_attention_2`, ...: as in `from_pretrained`; for BigBird `auto`,
     `full`, `eager`, ..."""
+    self_test: Literal["error", "warn", "off"] = "error"
+    """If a model folder (or a teacher's) answers otherwise than when it was saved, by its
+    self_test.json."""
 
 
 @section

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,12 @@ from toolkit.conversion.model_class import CONFIG, ModelClass, model_class
 from toolkit.conversion.open import open_checkpoint
 from toolkit.conversion.stored import Checkpoint, Stored
 from toolkit.errors import UserError
+from toolkit.evaluation.self_test import (
+    FILE,
+    check_self_test,
+    load_plainly,
+    write_self_test,
+)
 from toolkit.pretrained import load_plain_tokenizer, refuse_foreign_tokenizer
 from toolkit.utils.files import explain_write_errors, replace_folder
 
@@ -29,6 +36,9 @@ class ConvertSettings:
     """The folder of the frozen parameters that the checkpoint leaves out."""
     prefix: str = ""
     """Converts only the tensors with this prefix, and removes it."""
+    self_test: str = "error"
+    """If OUT answers otherwise than the self_test.json of the checkpoint's folder says: `error`,
+    `warn`, `off`."""
 
 
 def convert(checkpoint: Path, out: Path, settings: ConvertSettings) -> list[str]:
@@ -77,6 +87,8 @@ def convert(checkpoint: Path, out: Path, settings: ConvertSettings) -> list[str]
             if model is not None and source != folder:
                 tokenizer = load_plain_tokenizer(str(source))
                 refuse_foreign_tokenizer(tokenizer, model.model.config)
+            if model is not None:
+                _test(opened, draft, settings)
     lines = [line]
     if adapter is None and (opened.path / lora.ADAPTER_CONFIG).is_file():
         lines.append(f"the adapter beside the weights in {opened.path} is not merged")
@@ -88,6 +100,20 @@ def convert(checkpoint: Path, out: Path, settings: ConvertSettings) -> list[str]
         )
     step = f" from step {opened.step}" if opened.step is not None else ""
     return [*lines, f"wrote {out}{step}: {size} of {settings.dtype}"]
+
+
+def _test(opened: Checkpoint, draft: Path, settings: ConvertSettings) -> None:
+    """Compares a model folder that was cast with its self test, and writes one for it, or for what
+    was a run's checkpoint, if there is a tokenizer."""
+    source = opened.path / FILE
+    is_run = opened.model_folder is not None
+    if not (draft / "tokenizer_config.json").is_file() or not (is_run or source.is_file()):
+        return
+    if source.is_file():
+        shutil.copyfile(source, draft / FILE)
+        precision = "no" if settings.dtype == "fp32" else settings.dtype
+        check_self_test(load_plainly(draft), settings.self_test, precision)
+    write_self_test(draft)
 
 
 def _find_folder(file: str, *folders: Path | None) -> Path | None:

@@ -29,6 +29,15 @@ def add_reading_options(parser: argparse.ArgumentParser) -> None:
     add("--column_names", metavar="NAMES", help=names)
 
 
+def add_self_test_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--self_test",
+        choices=("error", "warn", "off"),
+        default="error",
+        help="if a model answers otherwise than when it was saved [error]",
+    )
+
+
 def reading_settings(options: argparse.Namespace, **defaults: Any) -> TextSettings:
     """How a file is read; `defaults` replace those of `TextSettings`."""
     values = {name: getattr(options, name) for name in READING}

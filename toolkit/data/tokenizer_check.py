@@ -56,7 +56,8 @@ def ids_of_file(
     of_file = Tokenizer.from_file(str(file))
     of_file.no_padding()
     of_file.enable_truncation(max_length, direction=tokenizer.truncation_side)
-    return [of_file.encode(*each).ids for each in texts]
+    inputs = [each if len(each) > 1 else each[0] for each in texts]
+    return [each.ids for each in of_file.encode_batch(inputs)]
 
 
 def first_difference(

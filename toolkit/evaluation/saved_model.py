@@ -39,6 +39,7 @@ from toolkit.data.tokens import Split
 from toolkit.errors import UserError, explain_errors
 from toolkit.evaluation.answers import Answers, answers_for
 from toolkit.evaluation.outputs import BatchSizes
+from toolkit.evaluation.self_test import Loaded, check_self_test, folder_of
 from toolkit.launch.precision import autocast
 from toolkit.pretrained import load_config, refuse_foreign_tokenizer
 from toolkit.utils.cache import digest_of_text
@@ -156,7 +157,10 @@ class SavedModel:
         max_length: int,
         per_device_batch_size: int,
         max_tokens: int | None,
+        self_test: str = "error",
     ) -> None:
+        """`self_test`: the mode of `check_self_test`. Raises UserError for a model that cannot be
+        loaded, or answers otherwise than when it was saved."""
         # under FSDP accelerate does not move it
         model = self.answers.load(self.settings).to(accelerator.device)
         device = accelerator.device.type
@@ -168,6 +172,10 @@ class SavedModel:
                     f"an exported model computes in its own precision, not in {precision}"
                 )
                 log_on_rank_0(line)
+        folder = folder_of(str(self.settings.model_name_or_path))
+        loaded = Loaded(folder, self.tokenizer, self.config, model)
+        with autocast(accelerator):
+            check_self_test(loaded, self_test, accelerator.mixed_precision)
         self.accelerator = accelerator
         self.config = model.config
         self.max_length = max_length

@@ -178,12 +178,16 @@ def write_results(run: Run, evaluation: Evaluation, seconds: float) -> None:
 
 
 def write_pages(folder: Path, best_step: int) -> None:
-    """Writes report.html and, if a model was saved, its card, from the run's files; on the main
-    process."""
+    """Writes report.html and, if a model was saved, its self test and its card, from the run's
+    files; on the main process."""
+    from toolkit.evaluation.self_test import write_self_test
     from toolkit.report.card import write_card  # imports jinja2 and matplotlib
     from toolkit.report.html import write_report_of_folder
+    from toolkit.report.model_class import architecture
 
     if best_step:
+        if architecture(folder / "model"):
+            write_self_test(folder / "model")
         write_card(folder / "model", folder, best_step)
     write_report_of_folder(folder)
 

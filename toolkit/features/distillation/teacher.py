@@ -24,6 +24,7 @@ from toolkit.data.tokens import LengthBuckets, Split
 from toolkit.errors import UserError, first_line, listing
 from toolkit.evaluation.answers import ClassAnswers, labels_of
 from toolkit.evaluation.outputs import predict
+from toolkit.evaluation.self_test import Loaded, check_self_test, folder_of
 from toolkit.launch.precision import autocast
 from toolkit.pretrained import load_config, model_digest
 from toolkit.utils.cache import cache_folder, cached_folder, digest_of_text
@@ -49,7 +50,8 @@ def add_teacher_logits(
     try:
         config = load_config(model)
         labels = labels_of(config)
-        _require_same_tokens(config, load_tokenizer(model), data, tokenizer)
+        teacher_tokenizer = load_tokenizer(model)
+        _require_same_tokens(config, teacher_tokenizer, data, tokenizer)
     except UserError as error:
         raise UserError(f"--teacher {name}: {first_line(error)}") from error
     order = _order_of_classes(labels, data.labels, name)
@@ -63,6 +65,9 @@ def add_teacher_logits(
         rows_of = f"{len(data.train)} training rows, once"
         log_on_rank_0(f"computing the outputs of {name} for {rows_of}")
         teacher = ClassAnswers(labels).load(model).to(accelerator.device)
+        loaded = Loaded(folder_of(name), teacher_tokenizer, config, teacher)
+        with autocast(accelerator):
+            check_self_test(loaded, settings.model.self_test, precision)
         logits = _logits(accelerator, teacher, data.train, tokenizer, settings)[:, order]
     with cached_folder("teachers", digest, accelerator, f"{name} as teacher") as (
         folder,

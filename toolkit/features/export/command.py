@@ -19,6 +19,7 @@ from toolkit.errors import UserError, printable
 from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.metrics import classification_metrics
 from toolkit.evaluation.saved_model import SavedModel, training_run
+from toolkit.evaluation.self_test import FILE, TOLERANCE, write_self_test
 from toolkit.features.export.convert import convert
 from toolkit.pretrained import quiet_transformers
 from toolkit.utils.cache import cache_folder
@@ -27,7 +28,8 @@ from toolkit.utils.files import explain_write_errors, replace_folder
 
 _PACKAGES = {"openvino": ["openvino"], "onnx": ["onnx", "onnxruntime"]}
 _BATCH = (64, 16384)  # rows, tokens
-_WEIGHTS = shutil.ignore_patterns("*.safetensors*", "*.bin*")
+_OWN = shutil.ignore_patterns("*.safetensors*", "*.bin*", FILE)
+"""What OUT does not have, or has of its own."""
 
 
 def export(options: Namespace) -> None:
@@ -46,10 +48,11 @@ def export(options: Namespace) -> None:
     splits = _cached_splits(saved, options.model)
     validation = splits["validation"]
     calibration = splits["train"] if options.int8 else None
-    saved.load(launch.make_accelerator("no"), saved.choose_max_length(None), *_BATCH)
+    accelerator, max_length = launch.make_accelerator("no"), saved.choose_max_length(None)
+    saved.load(accelerator, max_length, *_BATCH, options.self_test)
     before = answers.adjust_logits(saved.compute_outputs(validation))
     with explain_write_errors(out), replace_folder(out) as draft, quiet_transformers():
-        shutil.copytree(options.model, draft, ignore=_WEIGHTS, dirs_exist_ok=True)
+        shutil.copytree(options.model, draft, ignore=_OWN, dirs_exist_ok=True)
         try:
             convert(saved.model.cpu(), saved.tokenizer, draft, options.to, calibration)
         except OSError:  # the disk's
@@ -60,12 +63,13 @@ def export(options: Namespace) -> None:
             fault = f"the converter to {options.to} cannot convert {name}: {why}"
             raise UserError(f"{fault}; toolkit predict computes it with torch") from error
         exported = SavedModel(str(draft))
-        exported.load(saved.accelerator, saved.max_length, *_BATCH)
+        exported.load(accelerator, max_length, *_BATCH)
         after = answers.adjust_logits(exported.compute_outputs(validation))
         changed, result = compare(before, after, validation, answers.labels)
         if changed > options.max_changed:
             remedy = f"to accept this, pass --max_changed {math.ceil(changed)}"
             raise UserError(f"{out} was not written: {result}; {remedy}")
+        write_self_test(draft, TOLERANCE["bf16" if options.int8 else "no"])
         precision = "int8" if options.int8 else "float32"
         with (draft / "README.md").open("a", encoding="utf-8") as card:
             card.write(

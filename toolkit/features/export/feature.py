@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from toolkit.data.options import add_self_test_option
 from toolkit.utils.features import Command, Feature
 
 
@@ -21,6 +22,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "how many of 100 answers may change; regression: %% of unexplained variance [2]"
     )
     add("--max_changed", type=float, default=2.0, metavar="PERCENT", help=changed)
+    add_self_test_option(parser)
 
 
 class ExportFeature(Feature):

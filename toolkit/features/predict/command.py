@@ -61,6 +61,7 @@ def _print_answers(options: Any) -> None:
         max_tokens=options.max_tokens_per_batch,
         max_length=options.max_length,
         mixed_precision=options.mixed_precision,
+        self_test=options.self_test,
     )
     # the main process has them
     for text, answer in zip(options.text, answers, strict=False):

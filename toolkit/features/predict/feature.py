@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.options import add_reading_options
+from toolkit.data.options import add_reading_options, add_self_test_option
 from toolkit.utils.features import Command, Feature
 
 _EPILOG = (
@@ -71,6 +71,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
     tokens = "maximum tokens of a batch, with padding [2048 on a CPU, 16384 on a GPU]"
     add("--max_tokens_per_batch", type=positive, help=tokens)
+    add_self_test_option(parser)
     precisions = ("auto", "no", "bf16", "fp16")
     add("--mixed_precision", choices=precisions, help="[the accelerate config's, or no]")
 

@@ -64,7 +64,8 @@ class Job:
 
     def load_model(self) -> None:
         sizes = (self.options.per_device_batch_size, self.options.max_tokens_per_batch)
-        self.saved.load(self.accelerator, self.max_length, *sizes)
+        self_test = self.options.self_test
+        self.saved.load(self.accelerator, self.max_length, *sizes, self_test)
 
     def warn_of_empty(self, rows: Sequence[int], count: int) -> None:
         """`rows`: the `empty_rows` of `count`."""

@@ -110,7 +110,11 @@ class Trial:
 
 def run(options: argparse.Namespace, words: list[str]) -> NoReturn:
     """`words`: the command line of the recipe and of its launcher. Prints a row when a run ends.
-    Exits with 0, or 1 if one differs or fails. Raises OSError for a recipe that cannot be read."""
+    Exits with 0, or 1 if one differs or fails. Raises OSError for a recipe that cannot be read, and
+    UserError for a model folder that answers otherwise than when it was saved, or may do."""
+    if Path(options.recipe).is_dir():
+        _verify_model(options.recipe)
+        sys.exit(0)
     digest = digest_of_file(Path(options.recipe))
     verification = Verification(options, [word for word in words if word != "--"])
     trials = []
@@ -134,6 +138,15 @@ def run(options: argparse.Namespace, words: list[str]) -> NoReturn:
     path.write_text(f"{text}\n", encoding="utf-8")
     print(f"\n{'; '.join(verdicts) or 'the same training everywhere'} ({path})", flush=True)
     sys.exit(bool(verdicts))
+
+
+def _verify_model(folder: str) -> None:
+    from toolkit.evaluation.self_test import FILE, check_folder  # imports torch
+
+    if not check_folder(folder):
+        remedy = "the run's folder has it in model/, of a run with this version"
+        raise UserError(f"{folder} has no {FILE}: {remedy}")
+    print(f"{folder} answers as when it was saved: the same tokens and outputs")
 
 
 def _write_record(digest: str, trials: Sequence[Trial]) -> None:

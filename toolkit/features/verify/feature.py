@@ -11,7 +11,7 @@ CONFIGS = [f"accelerate_configs/{name}.yaml" for name in ("ddp", "zero2", "zero3
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("recipe", metavar="RECIPE.py")
+    add("recipe", metavar="RECIPE.py|MODEL_FOLDER")
     configs = "may be repeated [ddp, zero2, zero3 and fsdp2 of accelerate_configs/]"
     add("--config_file", action="append", metavar="FILE", help=configs)
     add(
@@ -34,12 +34,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 FEATURE = Feature(
     Command(
         "verify",
-        "check that a recipe trains the same under every config",
+        "check that a recipe trains the same under every config, or a model answers as saved",
         "toolkit.features.verify.command:run",
         _add_arguments,
         description=(
             "Compares a few steps in one process and under each config, and a resumed run with an "
-            "uninterrupted one. Other options go to the recipe."
+            "uninterrupted one. Other options go to the recipe. Of a MODEL_FOLDER: whether it "
+            "answers as when it was saved, by its self_test.json."
         ),
         relaunches=False,
         passes_rest=True,
