@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from transformers import AutoTokenizer
 
 from tests.models.test_classifier import classifier_of
 from tests.report.made import TITLES, add_comparison, make_run
@@ -15,6 +16,7 @@ from tests.runs import edit_json
 from toolkit.config import PretrainedSettings, TaskSettings, build, flat
 from toolkit.data.labels import Labels
 from toolkit.data.tokenizer import load_tokenizer
+from toolkit.evaluation.self_test import write_self_test
 from toolkit.features.titles.model import load_title_model
 from toolkit.features.titles.settings import GenerationSettings, TitleSettings
 from toolkit.report.card import write_card
@@ -86,10 +88,9 @@ ERRORS = {"num_samples": 453, "loss": 0.2, "mse": 0.2, "mae": 0.3, "pearson": No
 PAIR = {"text_column": "text", "text_pair": "reply"}
 
 
-def snippet_of(loaded: ModelCard) -> str:
-    (snippet,) = re.findall(r"```python\n(.*?)```", loaded.text, re.DOTALL)
-    ast.parse(snippet)
-    return str(snippet)
+def snippets_of(loaded: ModelCard) -> list[str]:
+    """How to use the model; and, if it has a self test, the script that compares."""
+    return re.findall(r"```python\n(.*?)```", loaded.text, re.DOTALL)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,8 @@ def snippet_of(loaded: ModelCard) -> str:
 )
 def test_the_snippet(tmp_path: Path, labels: Labels, numbers: Any, kind: Any, pair: Any) -> None:
     loaded = card(tmp_path, DEMO | {"tokenizer": kind}, numbers, labels, **pair)
-    snippet = snippet_of(loaded)
+    (snippet,) = snippets_of(loaded)
+    ast.parse(snippet)
     for part, expected in (
         ("truncation=True, max_length=128", True),
         ("words_first(AutoTokenizer.from_pretrained(model))", kind == "jieba"),
@@ -119,18 +121,49 @@ def test_snippet_of_titles(tmp_path: Path, tiny_model: Path, kind: Any, monkeypa
     make_run(run, None, [], TITLES | {"num_samples": 50}, settings)
     model.save_pretrained(run / "model")
     tokenizer.save_pretrained(run / "model")
+    write_self_test(run / "model")
     write_card(run / "model", run)
     loaded = ModelCard.load(run / "model" / "README.md")
     assert loaded.data.pipeline_tag == "summarization"
     for row in ("`EncoderDecoderModel`", "| rouge1 | 0.4100 |", "| num_beams | 3 |"):
         assert row in loaded.text
-    long = snippet_of(loaded).replace("Put a text here.", "很好的电影 " * 200)
+    snippet, script = snippets_of(loaded)
+    long = snippet.replace("Put a text here.", "很好的电影 " * 200)
     monkeypatch.chdir(run / "model")
     names: dict[str, Any] = {}
     exec(long, names)
     assert names["inputs"]["input_ids"].shape == (1, 128)
     backend = "WordBackend" if kind else "Tokenizer"
     assert type(names["tokenizer"].backend_tokenizer).__name__ == backend
+    exec(script, {})
+
+
+def test_the_script_of_the_self_test(tmp_path: Path, tiny_model: Path, monkeypatch: Any) -> None:
+    """It needs transformers alone, and fails for another model and for another tokenizer."""
+    card(tmp_path, DEMO)
+    folder = tmp_path / "run" / "model"
+    sizes = {
+        "vocab_size": 127,
+        "max_position_embeddings": 131,
+        "hidden_size": 12,
+        "num_attention_heads": 2,
+    }
+    model = classifier_of("bert", sizes, num_labels=3)
+    model.save_pretrained(folder)
+    load_tokenizer(PretrainedSettings(model_name_or_path=str(tiny_model))).save_pretrained(folder)
+    write_self_test(folder)
+    write_card(folder, tmp_path / "run")
+    _, script = snippets_of(ModelCard.load(folder / "README.md"))
+    assert "toolkit" not in script
+    monkeypatch.chdir(folder)
+    exec(script, {})
+    model.classifier.bias.data += 0.01
+    model.save_pretrained(folder)
+    with pytest.raises(AssertionError, match="not close"):
+        exec(script, {})
+    AutoTokenizer.from_pretrained(folder, do_lower_case=False).save_pretrained(folder)
+    with pytest.raises(AssertionError, match="other tokens"):
+        exec(script, {})
 
 
 def test_a_classifier_with_another_head_is_not_of_transformers(tmp_path: Path) -> None:

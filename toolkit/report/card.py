@@ -54,6 +54,7 @@ def write_card(model_folder: Path, run_folder: Path, step: int | None = None) ->
         "last": last,
         "results": metrics,
         "model_class": model_class,
+        "self_test": (model_folder / "self_test.json").is_file(),
         "task": task,
         "toolkit_version": __version__,
         "tokenizer": tokenizer,

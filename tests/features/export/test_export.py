@@ -20,6 +20,7 @@ from tests.faults import refusal
 from tests.runs import ROOT, Finished, start, train
 from toolkit.data.labels import MULTI, REGRESSION, SINGLE, Labels
 from toolkit.data.tokens import Split
+from toolkit.evaluation.self_test import check_folder
 from toolkit.features.export import command
 from toolkit.features.export.command import compare, export
 from toolkit.features.export.runtimes import FILES
@@ -63,6 +64,8 @@ def test_equal_predictions(to: str, int8: bool, exported: Any, model: Path, revi
     files = {path.name for path in folder.iterdir()}
     assert files >= {FILES[to], "config.json", "tokenizer.json", "README.md"}
     assert not list(folder.glob("*.safetensors"))
+    assert check_folder(str(model))
+    assert check_folder(str(folder))
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert result in card
     assert "## Labels" in card  # from the model's card
@@ -102,7 +105,7 @@ def test_no_usage_statistics(exported: Any, reviews: Path, tmp_path: Path) -> No
 
 
 def options(model: Path, out: Path, **more: Any) -> argparse.Namespace:
-    defaults = {"to": "openvino", "int8": False, "max_changed": 2}
+    defaults = {"to": "openvino", "int8": False, "max_changed": 2, "self_test": "error"}
     return argparse.Namespace(model=str(model), out=str(out), **(defaults | more))
 
 
