@@ -21,6 +21,7 @@ from tests.runs import edit_json, lines_of, losses_of, slow_but
 from toolkit.config import ModelSettings
 from toolkit.data.labels import Labels
 from toolkit.data.tokenizer import load_tokenizer
+from toolkit.evaluation.self_test import check_folder
 from toolkit.models.classifier import load_classifier, load_saved_classifier
 
 FEW = ("ALBERT", "GTE", "Qwen3, LoRA")  # in the tests that are not slow
@@ -66,6 +67,7 @@ def assert_converts(run: Path, out: Path) -> None:
     settings = json.loads((run / "config.json").read_text())["settings"]
     base = Path(settings["model_name_or_path"]) if lora else None
     toolkit.convert(run / "checkpoints" / "best", out, base_model=base)
+    assert check_folder(str(out))
     expected = load_file(run / "model" / "model.safetensors")
     converted = load_file(out / "model.safetensors")
     assert set(converted) == set(expected)

@@ -20,11 +20,12 @@ from transformers import (
     EncoderDecoderModel,
 )
 
+import toolkit
 from tests import inputs
 from tests.architectures import ARCHITECTURES, make_architecture
 from tests.faults import refusal
 from tests.report.made import save_columns
-from tests.runs import edit_json, start
+from tests.runs import edit_json, failed, start, train
 from toolkit.config import ModelSettings
 from toolkit.data.labels import Labels
 from toolkit.data.tokenizer import load_tokenizer
@@ -223,3 +224,27 @@ def test_other_instructions_are_no_alarm(saved: Path) -> None:
     start(["toolkit", "verify", saved], env=env, fresh=True).succeeded()
     config(hidden_act="relu")(saved)
     start(["toolkit", "verify", saved]).says_in_one_line("the same weights", "--self_test warn")
+
+
+@pytest.mark.parametrize("setting", ["--model_name_or_path", "--teacher"])
+def test_a_run_does_not_begin_from_another_model(
+    setting: str, saved: Path, sharp_model: Path, tmp_path: Path
+) -> None:
+    rows = "text,label\n" + "a film,bad\na book,fine\na room,good\n" * 9
+    (tmp_path / "rows.csv").write_text(rows)
+    words = ["--train_file", tmp_path / "rows.csv", "--max_steps", 1, "--max_length", 20]
+    words += ["--model_name_or_path", sharp_model, "--mixed_precision", "no", setting, saved]
+    config(hidden_act="relu")(saved)
+    assert "the same weights" in failed(*words, "--output_dir", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    train(*words, "--output_dir", tmp_path / "run", "--self_test", "warn")
+
+
+def test_convert_compares_before_it_writes_another(saved: Path, tmp_path: Path) -> None:
+    toolkit.convert(saved, tmp_path / "half", dtype="bf16")
+    assert check_folder(str(tmp_path / "half"))
+    tokenizer_files(do_lower_case=False)(saved)
+    refusal(toolkit.convert, saved, tmp_path / "out", says=["other tokens", "--self_test warn"])
+    assert not (tmp_path / "out").exists()
+    toolkit.convert(saved, tmp_path / "out", self_test="warn")
+    assert check_folder(str(tmp_path / "out"))

@@ -14,12 +14,6 @@ from toolkit.conversion.model_class import CONFIG, ModelClass, model_class
 from toolkit.conversion.open import open_checkpoint
 from toolkit.conversion.stored import Checkpoint, Stored
 from toolkit.errors import UserError
-from toolkit.evaluation.self_test import (
-    FILE,
-    check_self_test,
-    load_plainly,
-    write_self_test,
-)
 from toolkit.pretrained import load_plain_tokenizer, refuse_foreign_tokenizer
 from toolkit.utils.files import explain_write_errors, replace_folder
 
@@ -105,15 +99,18 @@ def convert(checkpoint: Path, out: Path, settings: ConvertSettings) -> list[str]
 def _test(opened: Checkpoint, draft: Path, settings: ConvertSettings) -> None:
     """Compares a model folder that was cast with its self test, and writes one for it, or for what
     was a run's checkpoint, if there is a tokenizer."""
-    source = opened.path / FILE
+    source = opened.path / "self_test.json"
     is_run = opened.model_folder is not None
     if not (draft / "tokenizer_config.json").is_file() or not (is_run or source.is_file()):
         return
+    from toolkit.evaluation import self_test  # imports what trains
+
     if source.is_file():
-        shutil.copyfile(source, draft / FILE)
+        shutil.copyfile(source, draft / source.name)
         precision = "no" if settings.dtype == "fp32" else settings.dtype
-        check_self_test(load_plainly(draft), settings.self_test, precision)
-    write_self_test(draft)
+        loaded = self_test.load_plainly(draft)
+        self_test.check_self_test(loaded, settings.self_test, precision)
+    self_test.write_self_test(draft)
 
 
 def _find_folder(file: str, *folders: Path | None) -> Path | None:

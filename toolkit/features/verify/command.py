@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from toolkit.config import ModelSettings
 from toolkit.errors import UserError
 from toolkit.features.verify.feature import CONFIGS
 from toolkit.features.verify.numbers import (
@@ -141,10 +142,13 @@ def run(options: argparse.Namespace, words: list[str]) -> NoReturn:
 
 
 def _verify_model(folder: str) -> None:
-    from toolkit.evaluation.self_test import FILE, check_folder  # imports torch
+    # these import torch
+    from toolkit.evaluation.self_test import FILE, check_folder
+    from toolkit.pretrained import load_config
 
+    load_config(ModelSettings(model_name_or_path=folder))
     if not check_folder(folder):
-        remedy = "the run's folder has it in model/, of a run with this version"
+        remedy = "`toolkit convert` of the run's checkpoint makes a folder with it"
         raise UserError(f"{folder} has no {FILE}: {remedy}")
     print(f"{folder} answers as when it was saved: the same tokens and outputs")
 
