@@ -14,7 +14,7 @@ from accelerate import Accelerator
 
 from toolkit import demo, launch
 from toolkit.config import ModelSettings
-from toolkit.errors import escape_controls
+from toolkit.errors import escape_controls, first_line
 from toolkit.evaluation import Evaluation
 from toolkit.launch.strategy import strategy_name
 from toolkit.models import lora
@@ -23,6 +23,7 @@ from toolkit.training.resume import Resumed
 from toolkit.utils.extras import install_command, is_installed
 from toolkit.utils.features import features
 from toolkit.utils.language import Language
+from toolkit.utils.log import log_on_rank_0
 
 if TYPE_CHECKING:
     from toolkit.run import Run
@@ -187,7 +188,10 @@ def write_pages(folder: Path, best_step: int) -> None:
 
     if best_step:
         if architecture(folder / "model"):
-            write_self_test(folder / "model")
+            try:
+                write_self_test(folder / "model")
+            except Exception as error:  # the results of hours do not depend on it
+                log_on_rank_0(f"no self_test.json in model/: {first_line(error)}")
         write_card(folder / "model", folder, best_step)
     write_report_of_folder(folder)
 
