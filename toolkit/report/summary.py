@@ -16,8 +16,10 @@ from toolkit import demo, launch
 from toolkit.config import ModelSettings
 from toolkit.errors import escape_controls, first_line
 from toolkit.evaluation import Evaluation
+from toolkit.evaluation.self_test import write_self_test
 from toolkit.launch.strategy import strategy_name
 from toolkit.models import lora
+from toolkit.report.model_class import architecture
 from toolkit.training.optimizer import unwrapped_optimizer
 from toolkit.training.resume import Resumed
 from toolkit.utils.extras import install_command, is_installed
@@ -181,19 +183,24 @@ def write_results(run: Run, evaluation: Evaluation, seconds: float) -> None:
 def write_pages(folder: Path, best_step: int) -> None:
     """Writes report.html and, if a model was saved, its self test and its card, from the run's
     files; on the main process."""
-    from toolkit.evaluation.self_test import write_self_test
     from toolkit.report.card import write_card  # imports jinja2 and matplotlib
     from toolkit.report.html import write_report_of_folder
-    from toolkit.report.model_class import architecture
 
     if best_step:
-        if architecture(folder / "model"):
-            try:
-                write_self_test(folder / "model")
-            except Exception as error:  # the results of hours do not depend on it
-                log_on_rank_0(f"no self_test.json in model/: {first_line(error)}")
+        _write_self_test(folder / "model")
         write_card(folder / "model", folder, best_step)
     write_report_of_folder(folder)
+
+
+def _write_self_test(model: Path) -> None:
+    """If transformers has the model's class; a model that cannot be tested is a line: the results
+    of hours do not depend on it."""
+    if not architecture(model):
+        return
+    try:
+        write_self_test(model)
+    except Exception as error:
+        log_on_rank_0(f"{model} has no self_test.json: {first_line(error)}")
 
 
 def class_lines(evaluation: Evaluation) -> list[str]:
