@@ -361,7 +361,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
     refusal(export, options(model, out, int8=True), says=["--int8"])
     words = shutil.copytree(model, tmp_path / "words")
     words_first(AutoTokenizer.from_pretrained(model)).save_pretrained(words)
-    refusal(export, options(words, out), says=["jieba", "toolkit predict"])
+    refusal(export, options(words, out), says=["tokenizer.json", "toolkit predict"])
+    # which transformers does not read
+    capitals = shutil.copytree(model, tmp_path / "capitals")
+    edit_json(capitals / "tokenizer.json", normalizer=None)
+    refusal(export, options(capitals, out), says=["tokenizer.json", "toolkit predict"])
     other = shutil.copytree(model, tmp_path / "other")
     sizes = {
         "vocab_size": 127,

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from toolkit.checkpoint.model_folder import write_length
-from toolkit.data.jieba_tokenizer import MARK
 from toolkit.data.labels import MULTI
 from toolkit.data.tokenizer import head_tokens_of
+from toolkit.data.tokenizer_check import checked_texts, ids_of_file, token_ids
 from toolkit.errors import UserError
 from toolkit.evaluation.answers import DECISIONS, ClassAnswers
 from toolkit.evaluation.saved_model import SavedModel
@@ -26,40 +26,50 @@ from toolkit.utils.files import explain_write_errors, replace_folder
 
 # the last layer of transformers' classifiers, where nothing comes after it
 _LAST_LAYERS = ("classifier", "classifier.out_proj", "score")
-# of the model with other weights
-_NOT_COPIED = shutil.ignore_patterns("*.safetensors*", "*.bin*", DECISIONS)
+# what belongs to the unchanged weights
+_NOT_COPIED = shutil.ignore_patterns(
+    "*.safetensors*", "*.bin*", DECISIONS, "self_test.json"
+)
 
 
 def export_for_servers(saved: SavedModel, answers: ClassAnswers, out: Path) -> None:
     """Writes the folder `out` atomically. Raises UserError for a model that a server would answer
     wrongly with, or that needs no change."""
-    name = str(saved.settings.model_name_or_path)
-    if MARK in saved.tokenizer.init_kwargs:
-        why = "its texts are split into words by jieba first, which no server does"
-        raise UserError(f"{name}: {why}: use toolkit predict")
+    folder = Path(str(saved.settings.model_name_or_path))
+    length = saved.choose_max_length(None)
+    _check_tokens(folder, saved.tokenizer, length)
     temperature, offsets = answers.temperature_and_offsets()
     if temperature == 1 and not offsets.any():
         why = f"there is no temperature and no threshold in its {DECISIONS}"
-        raise UserError(f"{name}: {why}: a server takes the folder as it is")
+        raise UserError(f"{folder}: {why}: a server takes the folder as it is")
     # transformers' default without an entry in config.json
     dtype = saved.config.dtype or torch.float32
     model = answers.load(saved.settings)
-    layer = _last_layer(name, model)
-    _change(layer, temperature, offsets, name)
+    layer = _last_layer(folder, model)
+    _change(layer, temperature, offsets, folder)
     # a threshold rounded to 16 bits would be another one: this layer stays in float32
     model.to(dtype)
     layer.float()
     notes = _notes(saved, answers)
     with explain_write_errors(out), replace_folder(out) as draft, quiet_transformers():
-        shutil.copytree(name, draft, ignore=_NOT_COPIED, dirs_exist_ok=True)
+        shutil.copytree(folder, draft, ignore=_NOT_COPIED, dirs_exist_ok=True)
         model.save_pretrained(draft)
-        write_length(saved.choose_max_length(None), draft)
+        write_length(length, draft)
         with (draft / "README.md").open("a", encoding="utf-8") as card:
             card.write("\n## Exported for servers\n\n" + "\n".join(notes) + "\n")
     print("\n".join([*notes, f"wrote {out}: toolkit predict {out} FILE"]))
 
 
-def _last_layer(name: str, model: Any) -> torch.nn.Linear:
+def _check_tokens(folder: Path, tokenizer: Any, length: int) -> None:
+    """Raises UserError if a server makes other tokens than transformers does, with jieba, too."""
+    texts = checked_texts()
+    ids = ids_of_file(folder, tokenizer, texts, length)
+    if ids != token_ids(tokenizer, texts, length):
+        why = "a server reads tokenizer.json alone, which does not make the tokens of training"
+        raise UserError(f"{folder}: {why}: use toolkit predict")
+
+
+def _last_layer(folder: Path, model: Any) -> torch.nn.Linear:
     """Raises UserError for a model whose last layer is not known."""
     modules = dict(model.named_modules())
     for path in _LAST_LAYERS:
@@ -67,11 +77,11 @@ def _last_layer(name: str, model: Any) -> torch.nn.Linear:
         if type(layer) is torch.nn.Linear and layer.out_features == model.config.num_labels:
             return layer
     why = f"the last layer of {type(model).__name__} is not known to be linear"
-    raise UserError(f"{name}: {why}: apply {DECISIONS} to the server's scores yourself")
+    raise UserError(f"{folder}: {why}: apply {DECISIONS} to the server's scores yourself")
 
 
 def _change(
-    layer: torch.nn.Linear, temperature: float, offsets: np.ndarray, name: str
+    layer: torch.nn.Linear, temperature: float, offsets: np.ndarray, folder: Path
 ) -> None:
     """Makes the layer compute logits / temperature - offsets (C,). Raises UserError for thresholds
     and a layer without a bias."""
@@ -81,7 +91,7 @@ def _change(
             layer.bias.div_(temperature).sub_(torch.from_numpy(offsets))
         elif offsets.any():
             why = "its last layer has no bias, which a threshold would change"
-            raise UserError(f"{name}: {why}: compare the server's probabilities with it")
+            raise UserError(f"{folder}: {why}: compare the server's probabilities with it")
 
 
 def _notes(saved: SavedModel, answers: ClassAnswers) -> list[str]:
