@@ -1,9 +1,5 @@
 """`toolkit export MODEL OUT --to server`: temperature and thresholds become weights of the last
-layer, for servers that do not read decisions.json.
-
-    logits = W h + b
-    scores = logits / temperature - offsets = (W / temperature) h + (b / temperature - offsets)
-"""
+layer, for servers that do not read decisions.json."""
 
 from __future__ import annotations
 
@@ -27,9 +23,7 @@ from toolkit.utils.files import explain_write_errors, replace_folder
 # the last layer of transformers' classifiers, where nothing comes after it
 _LAST_LAYERS = ("classifier", "classifier.out_proj", "score")
 # what belongs to the unchanged weights
-_NOT_COPIED = shutil.ignore_patterns(
-    "*.safetensors*", "*.bin*", DECISIONS, "self_test.json"
-)
+_OWN = shutil.ignore_patterns("*.safetensors*", "*.bin*", DECISIONS, "self_test.json")
 
 
 def export_for_servers(saved: SavedModel, answers: ClassAnswers, out: Path) -> None:
@@ -50,9 +44,9 @@ def export_for_servers(saved: SavedModel, answers: ClassAnswers, out: Path) -> N
     # a threshold rounded to 16 bits would be another one: this layer stays in float32
     model.to(dtype)
     layer.float()
-    notes = _notes(saved, answers)
+    notes = _notes(answers)
     with explain_write_errors(out), replace_folder(out) as draft, quiet_transformers():
-        shutil.copytree(folder, draft, ignore=_NOT_COPIED, dirs_exist_ok=True)
+        shutil.copytree(folder, draft, ignore=_OWN, dirs_exist_ok=True)
         model.save_pretrained(draft)
         write_length(length, draft)
         with (draft / "README.md").open("a", encoding="utf-8") as card:
@@ -61,12 +55,13 @@ def export_for_servers(saved: SavedModel, answers: ClassAnswers, out: Path) -> N
 
 
 def _check_tokens(folder: Path, tokenizer: Any, length: int) -> None:
-    """Raises UserError if a server makes other tokens than transformers does, with jieba, too."""
+    """Raises UserError if a server reads other tokens than in training."""
     texts = checked_texts()
     ids = ids_of_file(folder, tokenizer, texts, length)
-    if ids != token_ids(tokenizer, texts, length):
-        why = "a server reads tokenizer.json alone, which does not make the tokens of training"
-        raise UserError(f"{folder}: {why}: use toolkit predict")
+    if ids != token_ids(tokenizer, texts, length) or head_tokens_of(tokenizer):
+        why = "tokenizer.json, which servers read, does not make the tokens of training"
+        kinds = "it knows neither jieba nor head_tokens"
+        raise UserError(f"{folder}: {why} ({kinds}): use toolkit predict")
 
 
 def _last_layer(folder: Path, model: Any) -> torch.nn.Linear:
@@ -83,8 +78,8 @@ def _last_layer(folder: Path, model: Any) -> torch.nn.Linear:
 def _change(
     layer: torch.nn.Linear, temperature: float, offsets: np.ndarray, folder: Path
 ) -> None:
-    """Makes the layer compute logits / temperature - offsets (C,). Raises UserError for thresholds
-    and a layer without a bias."""
+    """W h + b becomes (W h + b) / temperature - offsets (C,). Raises UserError for thresholds of a
+    layer without a bias."""
     with torch.no_grad():
         layer.weight.div_(temperature)
         if layer.bias is not None:
@@ -94,8 +89,8 @@ def _change(
             raise UserError(f"{folder}: {why}: compare the server's probabilities with it")
 
 
-def _notes(saved: SavedModel, answers: ClassAnswers) -> list[str]:
-    """What the folder's scores mean, and what a server cannot do."""
+def _notes(answers: ClassAnswers) -> list[str]:
+    """What the folder's scores mean."""
     temperature, offsets = answers.temperature_and_offsets()
     notes = [f"Temperature ({temperature:.4g}) and thresholds are in the last layer."]
     if offsets.any():
@@ -107,10 +102,4 @@ def _notes(saved: SavedModel, answers: ClassAnswers) -> list[str]:
         notes.append("The answer is each label with a score above 0.5, a logit above 0.")
     if answers.abstains(0.0):
         notes.append("Weights cannot abstain: a server answers every text (abstain_below).")
-    head = head_tokens_of(saved.tokenizer)
-    if head:
-        length = saved.choose_max_length(None)
-        notes.append(
-            f"A server reads the first {length} tokens of a text, not {head} and the last ones."
-        )
     return notes
