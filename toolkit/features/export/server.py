@@ -22,8 +22,8 @@ from toolkit.utils.files import explain_write_errors, replace_folder
 
 # the last layer of transformers' classifiers, where nothing comes after it
 _LAST_LAYERS = ("classifier", "classifier.out_proj", "score")
-# what belongs to the unchanged weights
-_OWN = shutil.ignore_patterns("*.safetensors*", "*.bin*", DECISIONS, "self_test.json")
+# what belongs to the unchanged weights; hidden files, `out`'s draft among them if it lies there
+_OWN = shutil.ignore_patterns(".*", "*.safetensors*", "*.bin*", DECISIONS, "self_test.json")
 
 
 def export_for_servers(saved: SavedModel, answers: ClassAnswers, out: Path) -> None:
