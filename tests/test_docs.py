@@ -33,7 +33,8 @@ OTHERS = {"config_file", "num_processes", "machine_rank", "main_process_ip", "ma
           "hostfile", "no_ssh", "node_rank", "master_addr", "rdzv_backend", "rdzv_endpoint", "rdzv_conf",
           "nodes", "host", "shm-size", "ulimit", "network", "native", "pid", "export", "bind-to", "cpus-per-task",
           "private", "resolution", "cov", "skip-editable", "dist", "batch", "layers", "task", "timeout",
-          "gamma", "workers", "model", "model-id", "runner",
+          "gamma", "workers", "model", "model-id", "runner", "dtype", "enable-lora", "lora-modules",
+          "max-client-batch-size",
           "model_path", "model_name", "port", "rest_port", "local_dir", "backend-store-uri", "quiet"}  # fmt: skip
 
 

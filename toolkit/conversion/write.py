@@ -19,6 +19,7 @@ from toolkit.utils.files import read_json_object, write_new
 _FILES = (
     "generation_config.json", "*token*.json", "vocab*", "merges.txt", "*.model", "spm*", "*.vocab",
     "*.py", "chat_template*", "*preprocessor_config.json", "processor_config.json", "*labels*",
+    "sentence_bert_config.json",
 )  # fmt: skip
 
 

@@ -93,10 +93,15 @@ class ClassAnswers(Answers):
             return torch.from_numpy(logits).sigmoid().numpy()
         return logits
 
+    def temperature_and_offsets(self) -> tuple[float, np.ndarray]:
+        """What `adjust_logits` divides by, and the (C,) float32 that it then subtracts."""
+        return 1.0, np.zeros(self.labels.size, np.float32)
+
     def adjust_logits(self, logits: np.ndarray) -> np.ndarray:
         """(N, C) logits -> (N, C) scores: the prediction is the argmax, or (multi-label) every
         class above 0."""
-        return logits
+        temperature, offsets = self.temperature_and_offsets()
+        return logits / np.float32(temperature) - offsets
 
     def abstains(self, probability: float) -> bool:
         """Whether to predict None if the best class has this probability."""

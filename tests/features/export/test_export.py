@@ -62,7 +62,8 @@ def test_equal_predictions(to: str, int8: bool, exported: Any, model: Path, revi
     assert re.match(figures, result)
     assert command == f"wrote {folder}: toolkit predict {folder} FILE"
     files = {path.name for path in folder.iterdir()}
-    assert files >= {FILES[to], "config.json", "tokenizer.json", "README.md"}
+    kept = {"config.json", "tokenizer.json", "README.md", "sentence_bert_config.json"}
+    assert files >= {FILES[to], *kept}
     assert not list(folder.glob("*.safetensors"))
     assert check_folder(str(model))
     assert check_folder(str(folder))

@@ -38,12 +38,11 @@ class Decisions(ClassAnswers):
     def probabilities(self, logits: np.ndarray) -> np.ndarray:
         return super().probabilities(logits / np.float32(self.temperature))
 
-    def adjust_logits(self, logits: np.ndarray) -> np.ndarray:
+    def temperature_and_offsets(self) -> tuple[float, np.ndarray]:
         thresholds = np.array(
             [self.thresholds.get(name, 0.5) for name in self.labels.names]
         )
-        offsets = np.log(thresholds / (1 - thresholds)).astype(np.float32)  # (C,)
-        return logits / np.float32(self.temperature) - offsets
+        return self.temperature, np.log(thresholds / (1 - thresholds)).astype(np.float32)
 
     def abstains(self, probability: float) -> bool:
         return self.abstain_below is not None and probability < self.abstain_below

@@ -1,5 +1,5 @@
-"""`toolkit export MODEL OUT --to openvino|onnx`: exports a classifier and compares its predictions
-with torch."""
+"""`toolkit export MODEL OUT --to openvino|onnx|server`: exports a classifier and compares its
+predictions with torch."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from toolkit.evaluation.metrics import classification_metrics
 from toolkit.evaluation.saved_model import SavedModel, training_run
 from toolkit.evaluation.self_test import FILE, TOLERANCE, write_self_test
 from toolkit.features.export.convert import convert
+from toolkit.features.export.server import export_for_servers
 from toolkit.pretrained import quiet_transformers
 from toolkit.utils.cache import cache_folder
 from toolkit.utils.extras import require_extra
@@ -40,6 +41,11 @@ def export(options: Namespace) -> None:
     out = Path(options.out)
     if os.path.lexists(out):
         raise UserError(f"{out} exists: name another folder, nothing is overwritten")
+    if options.to == "server":
+        if options.int8:
+            raise UserError("--int8 is for --to openvino and onnx: leave it out")
+        export_for_servers(*_open_model(options.model), out)
+        return
     packages = list(_PACKAGES[options.to])
     if options.int8:
         packages.append("nncf")
@@ -87,7 +93,7 @@ def _open_model(name: str) -> tuple[SavedModel, ClassAnswers]:
             f"{name} writes titles: toolkit export takes classifiers and regressions"
         )
     if LengthBuckets.of_model(saved.config):
-        why = "which neither OpenVINO nor ONNX Runtime has: toolkit predict computes it with torch"
+        why = "which only torch has here: use toolkit predict"
         raise UserError(f"{name} is a BigBird with block-sparse attention, {why}")
     return saved, saved.answers
 

@@ -14,7 +14,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", help="the model folder of a classifier's run")
     add("out", help="the folder to create")
-    add("--to", choices=("openvino", "onnx"), required=True, help="the runtime")
+    kinds = ("openvino", "onnx", "server")
+    add("--to", choices=kinds, required=True, help="the runtime")
     add(
         "--int8", action="store_true", help="8 bits, calibrated on the run's training texts"
     )
@@ -38,11 +39,12 @@ class ExportFeature(Feature):
 FEATURE = ExportFeature(
     Command(
         name="export",
-        help="export a classifier to OpenVINO or ONNX Runtime, optionally in 8 bits",
+        help="export a classifier to OpenVINO or ONNX Runtime, or for a server",
         run="toolkit.features.export.command:export",
         add_arguments=_add_arguments,
-        description="Writes OUT, a folder that `toolkit predict` reads like any model. It is "
-        "compared with MODEL on the validation rows of its run, and not written if its answers "
-        "differ.",
+        description="Writes OUT, a folder that `toolkit predict` reads like any model. For "
+        "openvino and onnx it is compared with MODEL on the validation rows of its run, and not "
+        "written if its answers differ. `--to server` puts the temperature and the thresholds of "
+        "decisions.json into the weights, since servers do not read that file.",
     )
 )
