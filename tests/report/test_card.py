@@ -113,7 +113,7 @@ def test_the_snippet(tmp_path: Path, labels: Labels, numbers: Any, kind: Any, pa
 
 @pytest.mark.parametrize("kind", [None, "jieba"])
 def test_snippet_of_titles(tmp_path: Path, tiny_model: Path, kind: Any, monkeypatch: Any) -> None:
-    tiny = PretrainedSettings(model_name_or_path=str(tiny_model))
+    tiny = PretrainedSettings(model_name_or_path=str(tiny_model), tokenizer=kind)
     tokenizer = load_tokenizer(tiny)
     model: Any = load_title_model(tiny, tiny, GenerationSettings(num_beams=2), tokenizer, 9, seed=1)
     run = tmp_path / "run"

@@ -39,6 +39,7 @@ from toolkit.checkpoint.model_folder import save_model
 from toolkit.config import ModelSettings
 from toolkit.data.jieba_tokenizer import words_first
 from toolkit.data.labels import Labels
+from toolkit.evaluation.self_test import check_folder
 from toolkit.features.export.command import export
 from toolkit.models.classifier import load_classifier
 
@@ -238,7 +239,7 @@ def test_a_converted_checkpoint_has_the_length(tmp_path: Path) -> None:
 
 
 def options(model: Path, out: Path, **more: Any) -> argparse.Namespace:
-    defaults = {"to": "server", "int8": False, "max_changed": 2}
+    defaults = {"to": "server", "int8": False, "max_changed": 2, "self_test": "error"}
     return argparse.Namespace(model=str(model), out=str(out), **(defaults | more))
 
 
@@ -280,6 +281,7 @@ def test_two_classes_with_threshold_and_temperature(exported: Any) -> None:
         assert "abstain_below" in text.split("## Exported for servers")[-1]
         assert "p (1 - t) / (p (1 - t) + (1 - p) t)" in text
     assert not (folder / "decisions.json").exists()
+    assert check_folder(str(folder))
     assert tei_length(folder) == vllm_length(folder) == 24
 
 

@@ -44,7 +44,7 @@ def export(options: Namespace) -> None:
     if options.to == "server":
         if options.int8:
             raise UserError("--int8 is for --to openvino and onnx: leave it out")
-        export_for_servers(*_open_model(options.model), out)
+        export_for_servers(*_open_model(options.model), out, options.self_test)
         return
     packages = list(_PACKAGES[options.to])
     if options.int8:

@@ -17,19 +17,23 @@ from toolkit.data.tokenizer_check import checked_texts, ids_of_file, token_ids
 from toolkit.errors import UserError
 from toolkit.evaluation.answers import DECISIONS, ClassAnswers
 from toolkit.evaluation.saved_model import SavedModel
+from toolkit.evaluation.self_test import FILE, check_folder, write_self_test
 from toolkit.pretrained import quiet_transformers
 from toolkit.utils.files import explain_write_errors, replace_folder
 
 # the last layer of transformers' classifiers, where nothing comes after it
 _LAST_LAYERS = ("classifier", "classifier.out_proj", "score")
 # what belongs to the unchanged weights; hidden files, `out`'s draft among them if it lies there
-_OWN = shutil.ignore_patterns(".*", "*.safetensors*", "*.bin*", DECISIONS, "self_test.json")
+_OWN = shutil.ignore_patterns(".*", "*.safetensors*", "*.bin*", DECISIONS, FILE)
 
 
-def export_for_servers(saved: SavedModel, answers: ClassAnswers, out: Path) -> None:
-    """Writes the folder `out` atomically. Raises UserError for a model that a server would answer
-    wrongly with, or that needs no change."""
+def export_for_servers(
+    saved: SavedModel, answers: ClassAnswers, out: Path, self_test: str
+) -> None:
+    """Writes the folder `out` atomically. `self_test`: the mode of `check_folder`. Raises UserError
+    for a model that a server would answer wrongly with, or that needs no change."""
     folder = Path(str(saved.settings.model_name_or_path))
+    check_folder(str(folder), self_test)
     length = saved.choose_max_length(None)
     _check_tokens(folder, saved.tokenizer, length)
     temperature, offsets = answers.temperature_and_offsets()
@@ -49,6 +53,7 @@ def export_for_servers(saved: SavedModel, answers: ClassAnswers, out: Path) -> N
         shutil.copytree(folder, draft, ignore=_OWN, dirs_exist_ok=True)
         model.save_pretrained(draft)
         write_length(length, draft)
+        write_self_test(draft)
         with (draft / "README.md").open("a", encoding="utf-8") as card:
             card.write("\n## Exported for servers\n\n" + "\n".join(notes) + "\n")
     print("\n".join([*notes, f"wrote {out}: toolkit predict {out} FILE"]))
