@@ -1,14 +1,27 @@
-"""Compares a tokenizer with what it should do, on fixed texts that show what goes wrong."""
+"""Compares a tokenizer with what it should do, on fixed texts that show what goes wrong, and on
+those of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import copy
+import json
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+from transformers import BertTokenizer
+from transformers.utils import cached_file
 
+from toolkit.config import PretrainedSettings
 from toolkit.data.jieba_tokenizer import MARK
+from toolkit.data.table import Table
+from toolkit.demo import model_path
+from toolkit.errors import UserError
+from toolkit.pretrained import encoder_config
 
 LONG = "long 长 text 文本 "
 TIMES = 1500
@@ -27,6 +40,22 @@ TEXTS = (
 )
 """Chinese, mixed scripts, capitals, accents, full-width forms, characters beyond the basic plane,
 control characters, emoji, nothing, one word, and a long text (`LONG`, `TIMES` times)."""
+
+_BOTH_ENDS = """albert bart bert big_bird camembert convbert data2vec-text deberta deberta-v2
+distilbert electra ernie fnet funnel gte layoutlm longformer megatron-bert mobilebert modernbert
+mpnet nezha nomic_bert rembert roberta roberta-prelayernorm roformer squeezebert xlm-roberta
+xlm-roberta-xl"""
+"""Architectures whose published models were trained with a special token at both ends of a text."""
+_LAST_END = "t5 mt5 umt5"
+"""Those with one at its end."""
+_CAPITALS = 0.05
+"""A share of the vocabulary: 0.0003 in uncased ones, 0.3 in bert-base-cased."""
+_CJK = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\U00020000-\U0003ffff]")
+"""Chinese and Japanese characters, Korean syllables."""
+_CHINESE_WORD = re.compile(r"[\u3400-\u9fff]{2}")
+_SMALL = 1000
+"""Tokens: a smaller vocabulary is one of bytes, letters or amino acids, which spells by design."""
+_LIMIT = 512
 
 
 def checked_texts(pairs: bool = False) -> list[tuple[str, ...]]:
@@ -56,7 +85,8 @@ def ids_of_file(
     of_file = Tokenizer.from_file(str(file))
     of_file.no_padding()
     of_file.enable_truncation(max_length, direction=tokenizer.truncation_side)
-    return [of_file.encode(*each).ids for each in texts]
+    inputs = [each if len(each) > 1 else each[0] for each in texts]
+    return [each.ids for each in of_file.encode_batch(inputs)]
 
 
 def first_difference(
@@ -73,3 +103,106 @@ def first_difference(
             there = tokenizer.convert_ids_to_tokens(others[at : at + 3])
             return f"text {number}, token {at + 1}: {here} instead of {there}"
     return None
+
+
+def refuse_missing_ends(tokenizer: Any, config: Any) -> None:
+    """Raises UserError for a tokenizer without the special tokens at the ends of a text with which
+    all published models of this architecture were trained."""
+    kind = getattr(encoder_config(config), "model_type", "")
+    ids = tokenizer("a")["input_ids"]
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    has_both = kind in _BOTH_ENDS.split()
+    lacks_first = has_both and ids[:1] == plain[:1]
+    lacks_last = (has_both or kind in _LAST_END.split()) and ids[-1:] == plain[-1:]
+    if lacks_first or lacks_last:
+        raise UserError(
+            f"the tokenizer makes {tokenizer.convert_ids_to_tokens(ids)} of 'a', and {kind} models are "
+            "trained with special tokens around it: take tokenizer.json and tokenizer_config.json "
+            "from where the model was published, or give the tokenizer a post_processor "
+            "(tokenizers.processors.TemplateProcessing)"
+        )
+
+
+def tokenizer_notes(settings: PretrainedSettings, tokenizer: Any) -> Iterator[str]:
+    """Lines on files of the model's folder that would make other tokens of `TEXTS` than the
+    tokenizer that transformers has made of them; none where a setting changes its tokens."""
+    name, is_changed = settings.model_name_or_path, settings.do_lower_case is not None
+    if name is None or is_changed or tokenizer.init_kwargs.get(MARK):
+        return
+    folder = Path(str(cached_file(model_path(name), "config.json"))).parent
+    # a copy: calls change its truncation, which would be saved with the model
+    tokenizer = copy.deepcopy(tokenizer)
+    texts = checked_texts()[:-1]  # the last one is about truncation
+    ids = token_ids(tokenizer, texts, _LIMIT)
+    of_file = ids_of_file(folder, tokenizer, texts, _LIMIT)
+    difference = of_file and first_difference(tokenizer, ids, of_file)
+    if difference:
+        inputs = json.dumps(tokenizer.model_input_names)
+        yield (
+            f"this run reads texts with transformers' {type(tokenizer).__name__}, and "
+            f"{folder / 'tokenizer.json'} makes other tokens ({difference}): if the file is right, put "
+            f'"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": {inputs} into '
+            "tokenizer_config.json"
+        )
+    if isinstance(tokenizer, BertTokenizer):
+        yield from _wordpiece_notes(folder / "vocab.txt", tokenizer, texts, ids)
+
+
+def _wordpiece_notes(
+    file: Path, tokenizer: Any, texts: Sequence[tuple[str, ...]], ids: list[list[int]]
+) -> Iterator[str]:
+    capitals = sum(word != word.lower() for word in tokenizer.get_vocab())
+    if tokenizer.do_lower_case and capitals > _CAPITALS * len(tokenizer):
+        yield (
+            f"the tokenizer lower-cases texts, and {capitals} tokens of its vocabulary have capitals: "
+            "pass --do_lower_case false if the model was trained with them"
+        )
+    if not file.is_file():
+        return
+    # takes 0.1 s: BERT's algorithm in Python, without the library `tokenizers`
+    from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
+
+    names = ("do_lower_case", "strip_accents", "tokenize_chinese_chars")
+    options = {name: getattr(tokenizer, name) for name in names}
+    difference: str | None = "it is no text in UTF-8"
+    with contextlib.suppress(UnicodeDecodeError):
+        plain = BertTokenizerLegacy(str(file), **options, **tokenizer.special_tokens_map)
+        difference = first_difference(tokenizer, ids, token_ids(plain, texts, _LIMIT))
+    if difference:
+        yield (
+            f"this run reads texts with a tokenizer that makes other tokens than WordPiece with {file} "
+            f"({difference}): remove it, or, if it is the model's, tokenizer.json"
+        )
+
+
+def spelling_notes(table: Table, tokenizer: Any) -> Iterator[str]:
+    """A line on training texts that the tokenizer spells, which makes no unknown tokens: it lost
+    its pieces, or the model does not know the language."""
+    if len(tokenizer) < _SMALL or type(tokenizer).__name__ == "CanineTokenizer":
+        return
+    words = [
+        _words_of(text[:300])
+        for columns in table.sample(100).texts()
+        for texts in columns
+        for text in texts
+    ]
+    letters = sum(len(each) - each.count(" ") for each in words)
+    characters = sum(len(_CJK.findall(each)) for each in words)
+    options = {"add_special_tokens": False, "verbose": False}
+    tokens = sum(map(len, copy.deepcopy(tokenizer)(words, **options)["input_ids"]))
+    if tokens <= 0.9 * letters:
+        return
+    chinese = sum(bool(_CHINESE_WORD.search(each)) for each in tokenizer.get_vocab())
+    if chinese > 5000 or tokens > 0.9 * letters + 0.6 * characters:
+        yield (
+            f"train: {tokens / letters:.1f} tokens a letter, where 0.2 to 0.5 are usual, and 0.6 to 1 a "
+            "Chinese character: take tokenizer.json from where the model was published, pass "
+            "--tokenizer jieba if its vocabulary is of jieba's words, or choose a "
+            "--model_name_or_path that reads the language"
+        )
+
+
+def _words_of(text: str) -> str:
+    """Its words of two letters or more; letters with their marks."""
+    letters = [each if unicodedata.category(each)[0] in "LM" else " " for each in text]
+    return " ".join(word for word in "".join(letters).split() if len(word) > 1)
