@@ -151,8 +151,9 @@ def tokenizer_notes(settings: PretrainedSettings, tokenizer: Any) -> Iterator[st
 def _wordpiece_notes(
     file: Path, tokenizer: Any, texts: Sequence[tuple[str, ...]], ids: list[list[int]]
 ) -> Iterator[str]:
-    capitals = sum(word != word.lower() for word in tokenizer.get_vocab())
-    if tokenizer.do_lower_case and capitals > _CAPITALS * len(tokenizer):
+    words = set(tokenizer.get_vocab()).difference(tokenizer.all_special_tokens)
+    capitals = sum(word != word.lower() for word in words)
+    if tokenizer.do_lower_case and capitals > _CAPITALS * len(words):
         yield (
             f"the tokenizer lower-cases texts, and {capitals} tokens of its vocabulary have capitals: "
             "pass --do_lower_case false if the model was trained with them"
