@@ -4,7 +4,6 @@ those of a run."""
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import re
 import unicodedata
@@ -42,7 +41,7 @@ TEXTS = (
 control characters, emoji, nothing, one word, and a long text (`LONG`, `TIMES` times)."""
 
 _BOTH_ENDS = """albert bart bert big_bird camembert convbert data2vec-text deberta deberta-v2
-distilbert electra ernie fnet funnel gte layoutlm longformer megatron-bert mobilebert modernbert
+distilbert electra ernie funnel gte layoutlm longformer megatron-bert mobilebert modernbert
 mpnet nezha nomic_bert rembert roberta roberta-prelayernorm roformer squeezebert xlm-roberta
 xlm-roberta-xl"""
 """Architectures whose published models were trained with a special token at both ends of a text."""
@@ -129,11 +128,11 @@ def tokenizer_notes(settings: PretrainedSettings, tokenizer: Any) -> Iterator[st
     name, is_changed = settings.model_name_or_path, settings.do_lower_case is not None
     if name is None or is_changed or tokenizer.init_kwargs.get(MARK):
         return
-    folder = Path(str(cached_file(model_path(name), "config.json"))).parent
-    # a copy: calls change its truncation, which would be saved with the model
-    tokenizer = copy.deepcopy(tokenizer)
+    config = cached_file(model_path(name), "config.json", local_files_only=True)
+    folder = Path(str(config)).parent
     texts = checked_texts()[:-1]  # the last one is about truncation
-    ids = token_ids(tokenizer, texts, _LIMIT)
+    # without truncation, which would be saved with the model
+    ids = [list(tokenizer(*each, verbose=False)["input_ids"]) for each in texts]
     of_file = ids_of_file(folder, tokenizer, texts, _LIMIT)
     difference = of_file and first_difference(tokenizer, ids, of_file)
     if difference:
@@ -177,8 +176,8 @@ def _wordpiece_notes(
 
 
 def spelling_notes(table: Table, tokenizer: Any) -> Iterator[str]:
-    """A line on training texts that the tokenizer spells, which makes no unknown tokens: it lost
-    its pieces, or the model does not know the language."""
+    """A line on training texts (of 100 the first 300 characters) that the tokenizer spells, which
+    makes no unknown tokens: it lost its pieces, or the model does not know the language."""
     if len(tokenizer) < _SMALL or type(tokenizer).__name__ == "CanineTokenizer":
         return
     words = [
@@ -190,17 +189,20 @@ def spelling_notes(table: Table, tokenizer: Any) -> Iterator[str]:
     letters = sum(len(each) - each.count(" ") for each in words)
     characters = sum(len(_CJK.findall(each)) for each in words)
     options = {"add_special_tokens": False, "verbose": False}
-    tokens = sum(map(len, copy.deepcopy(tokenizer)(words, **options)["input_ids"]))
-    if tokens <= 0.9 * letters:
-        return
-    chinese = sum(bool(_CHINESE_WORD.search(each)) for each in tokenizer.get_vocab())
-    if chinese > 5000 or tokens > 0.9 * letters + 0.6 * characters:
+    tokens = sum(map(len, tokenizer(words, **options)["input_ids"]))
+    if tokens > 0.9 * letters + 0.6 * characters:
         yield (
             f"train: {tokens / letters:.1f} tokens a letter, where 0.2 to 0.5 are usual, and 0.6 to 1 a "
-            "Chinese character: take tokenizer.json from where the model was published, pass "
-            "--tokenizer jieba if its vocabulary is of jieba's words, or choose a "
+            "Chinese character: take tokenizer.json from where the model was published, or choose a "
             "--model_name_or_path that reads the language"
         )
+    elif tokens > 0.9 * letters and isinstance(tokenizer, BertTokenizer):
+        chinese = sum(bool(_CHINESE_WORD.search(word)) for word in tokenizer.get_vocab())
+        if chinese > 5000:
+            yield (
+                f"train: each Chinese character is a token, and the vocabulary has {chinese} Chinese "
+                "words: pass --tokenizer jieba if the model was trained with jieba's"
+            )
 
 
 def _words_of(text: str) -> str:
