@@ -32,14 +32,10 @@ from toolkit.data.tokenizer import (
     separator_of,
     set_truncation,
 )
-from toolkit.data.tokenizer_check import (
-    refuse_missing_ends,
-    spelling_notes,
-    tokenizer_notes,
-)
+from toolkit.data.tokenizer_check import spelling_notes, tokenizer_notes
 from toolkit.data.tokens import Split
 from toolkit.data.unknown import unknown_notes
-from toolkit.pretrained import refuse_foreign_tokenizer
+from toolkit.pretrained import refuse_foreign_tokenizer, refuse_missing_ends
 from toolkit.utils.cache import cached_folder, digest_of_text
 from toolkit.utils.features import features
 
