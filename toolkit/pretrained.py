@@ -32,6 +32,11 @@ from toolkit.utils.files import read_json_object, refuse_lfs_pointer
 from toolkit.utils.log import log_on_rank_0
 
 _CONFIG = "config.json"
+_BOTH_ENDS = """albert bart bert big_bird camembert convbert data2vec-text deberta deberta-v2
+distilbert electra ernie funnel gte layoutlm longformer megatron-bert mobilebert modernbert mpnet
+nezha nomic_bert rembert roberta roberta-prelayernorm roformer squeezebert xlm-roberta
+xlm-roberta-xl"""
+"""Architectures whose published models were trained with a special token at both ends of a text."""
 _SECONDS = 5.0  # to wait for the hub
 _NETWORK = ("HF_HUB_OFFLINE", "HF_ENDPOINT", "HTTPS_PROXY", "https_proxy")
 _SOURCE_FILES = (".json", ".txt", ".model", ".safetensors", ".bin", ".onnx", ".xml")
@@ -104,6 +109,23 @@ def refuse_foreign_tokenizer(tokenizer: Any, config: Any) -> None:
         raise UserError(
             f"the tokenizer has a token with id {highest} and the model {rows} rows: they are of "
             "different models; put the model's tokenizer files into its folder"
+        )
+
+
+def refuse_missing_ends(tokenizer: Any, config: Any) -> None:
+    """Raises UserError where texts lack the special tokens at their ends with which all published
+    models of this architecture were trained."""
+    kind = getattr(encoder_config(config), "model_type", "")
+    if kind not in _BOTH_ENDS.split():
+        return
+    ids = tokenizer("a")["input_ids"]
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    if ids[:1] == plain[:1] or ids[-1:] == plain[-1:]:
+        raise UserError(
+            f"the tokenizer makes {tokenizer.convert_ids_to_tokens(ids)} of 'a', and {kind} models are "
+            "trained with special tokens around it: take tokenizer.json and tokenizer_config.json "
+            "from where the model was published, or give the tokenizer a post_processor "
+            "(tokenizers.processors.TemplateProcessing)"
         )
 
 

@@ -293,6 +293,11 @@ class Run:
         for metrics in finished:
             self._log.log_step(metrics)
             self._gathered = metrics
+            if metrics.step == 1:
+                targets = self.data.targets
+                note = targets.first_loss_note(self.settings, self.tokenizer, metrics.loss)
+                if note:
+                    self.say(note)
 
     def _evaluate(self, evaluate: Evaluate, step: int) -> bool:
         """Evaluates the validation rows, of `--ema_decay` with the average, and saves the model if

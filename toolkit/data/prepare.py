@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from toolkit import launch
-from toolkit.config import flat
+from toolkit.config import PretrainedSettings, flat, section_in
 from toolkit.data.balance import weigh_classes
 from toolkit.data.encode import encode_blocks
 from toolkit.data.labels import Labels
@@ -32,9 +32,10 @@ from toolkit.data.tokenizer import (
     separator_of,
     set_truncation,
 )
+from toolkit.data.tokenizer_check import spelling_notes, tokenizer_notes
 from toolkit.data.tokens import Split
 from toolkit.data.unknown import unknown_notes
-from toolkit.pretrained import refuse_foreign_tokenizer
+from toolkit.pretrained import refuse_foreign_tokenizer, refuse_missing_ends
 from toolkit.utils.cache import cached_folder, digest_of_text
 from toolkit.utils.features import features
 
@@ -122,6 +123,7 @@ def prepare_data(
     targets_class.check(settings, tokenizer)
     set_truncation(tokenizer, settings.data)
     refuse_foreign_tokenizer(tokenizer, model_config)
+    refuse_missing_ends(tokenizer, model_config)
     tables = read_tables(settings.data)
     key = _cache_key(settings, tokenizer, model_config, tables)
     if accelerator is not None:  # before an hour of work on different data
@@ -132,6 +134,9 @@ def prepare_data(
         if draft:
             _write(draft, settings, tokenizer, tables, key["max_length"])
     data = _load(settings, folder, model_config, tables)
+    if accelerator is None or accelerator.is_main_process:
+        notes = tokenizer_notes(section_in(settings, PretrainedSettings), tokenizer)
+        data = replace(data, notes=(*notes, *data.notes))
     # a user's recipe may lack this section
     objective = getattr(settings, "objective", None)
     if objective is not None and isinstance(data.targets, Labels):
@@ -202,6 +207,8 @@ def _write_split(
     counts = save_tokens(folder, blocks, unknown=tokenizer.unk_token_id)
     np.save(folder / "rows.npy", table.row_numbers)
     yield from unknown_notes(split, counts, table, tokenizer)
+    if split == "train":
+        yield from spelling_notes(table, tokenizer)
     if counts.truncated:
         share = f"{100 * counts.truncated / len(table):.1f} %"
         yield f"{split}: {share} of the texts are cut at {max_length} tokens (--max_length)"

@@ -71,6 +71,10 @@ class Targets:
         }
         return cls(**fields)
 
+    @classmethod
+    def first_loss_note(cls, settings: Any, tokenizer: Any, loss: float) -> str | None:
+        """A line for the user if the loss of the first step is not a pretrained model's."""
+
     def facts(self) -> dict[str, Any]:
         """What must be equal in a checkpoint and the run that resumes from it. JSON."""
         raise NotImplementedError

@@ -52,9 +52,8 @@ def _describe(tokenizer: Any, table: Table) -> str:
     tokenizer reads them."""
     # a copy: calls change its truncation, which would be saved with the model
     tokenizer = copy.deepcopy(tokenizer)
-    places = np.arange(0, len(table), 1 + len(table) // _MOST_TEXTS)
     counts: Counter[str] = Counter()
-    for columns in table.select(places).texts():
+    for columns in table.sample(_MOST_TEXTS).texts():
         for texts in columns:
             counts.update(_unknown_words(tokenizer, texts))
     words = counts.most_common(_MOST_WORDS)

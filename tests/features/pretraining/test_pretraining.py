@@ -22,6 +22,7 @@ from tests.faults import refusal
 from tests.matrix import MASKED, runs
 from tests.runs import assert_same_run, lines_of, losses_of
 from tests.splits import global_batches
+from toolkit.config import build
 from toolkit.data.batches import Batch
 from toolkit.data.token_files import load_split
 from toolkit.features.pretraining import data as module
@@ -171,6 +172,18 @@ def test_models_without_a_head(tiny_model: Path) -> None:
     one, same, other = (model.cls.predictions.transform.dense.weight for model in made)
     assert (torch.equal(one, same), torch.equal(one, other)) == (True, False)
     assert made[0].cls.predictions.decoder.weight is made[0].get_input_embeddings().weight
+
+
+def test_the_first_loss_of_a_model_that_guesses() -> None:
+    """A line, unless its head is new: these weights are random."""
+    run, name = single("BERT"), str(model_of("BERT"))
+    says = f"the loss of step 1, {losses_of(run)[0]:.2f}"
+    assert runs("single").log("masked BERT").count(says) == 1
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    for new_head, loss in ((False, 0.94), (True, 1.0)):
+        settings = build(PretrainSettings, {"model_name_or_path": name, "new_head": new_head})
+        nats = loss * np.log(len(tokenizer))
+        assert module.Masks.first_loss_note(settings, tokenizer, nats) is None
 
 
 def test_other_recipes_take_the_model(tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ class Draw(NamedTuple):
 
 EVALUATION_DRAW = Draw(0, 0, 0.15)
 """Equal in all runs, so that their evaluations can be compared."""
+_GUESSING = 0.95
+"""Of ln(vocabulary), the loss of a model that knows nothing: a pretrained one starts far below."""
 
 
 def draw_masks(
@@ -202,6 +204,17 @@ class Masks(Targets):
             name = settings.model.model_name_or_path
             fault = f"model {name}: its tokenizer has no mask token"
             raise UserError(f"{fault}: take a masked-language model")
+
+    @classmethod
+    def first_loss_note(cls, settings: Any, tokenizer: Any, loss: float) -> str | None:
+        guessing = math.log(len(tokenizer))
+        if settings.model.new_head or loss < _GUESSING * guessing:
+            return None
+        return (
+            f"the loss of step 1, {loss:.2f}, is no better than guessing (ln {len(tokenizer)} is "
+            f"{guessing:.2f}), and {settings.model.model_name_or_path} calls itself pretrained: its weights, its "
+            "config.json or its tokenizer may be another model's: take all from one place"
+        )
 
     @classmethod
     def data_facts(cls, settings: Any) -> dict[str, Any]:
