@@ -213,8 +213,9 @@ def test_pairs_are_tested_as_pairs(tiny_model: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_model, source)
     save_columns(source, text_column="text", text_pair="other")
     folder = save_classifier(source, tmp_path / "model")
-    cases = json.loads((folder / FILE).read_text("utf-8"))["cases"]
-    assert {len(case["text"]) for case in cases} == {2}
+    test = json.loads((folder / FILE).read_text("utf-8"))
+    assert test["tokenizer_json"]
+    assert {len(case["text"]) for case in test["cases"]} == {2}
     assert check_folder(str(folder))
 
 

@@ -45,11 +45,11 @@ _LIMIT = 512
 
 
 def checked_texts(pairs: bool = False) -> list[tuple[str, ...]]:
-    """Each text of `TEXTS`, the last one repeated; of pairs each with the one after it."""
+    """Each text of `TEXTS`, the last one repeated; for pairs each with the first one."""
     texts = [*TEXTS[:-1], LONG * TIMES]
-    if not pairs:
-        return [(text,) for text in texts]
-    return list(zip(texts, [*texts[1:], texts[0]], strict=True))
+    if pairs:
+        return [(text, TEXTS[0]) for text in texts]
+    return [(text,) for text in texts]
 
 
 def token_ids(
