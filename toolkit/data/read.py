@@ -285,10 +285,22 @@ def _batches(values: Iterable[Any], path: Path) -> Iterator[pyarrow.RecordBatch]
         names = list(dict.fromkeys(name for row in rows for name in row))
         arrays = []
         for name in names:
-            values = [row.get(name) for row in rows]
+            values = [_as_arrow(row.get(name)) for row in rows]
             arrays.append(_array(values, path, first_row, name))
         yield pyarrow.record_batch(arrays, names)
         first_row += len(rows)
+
+
+def _as_arrow(cell: Any) -> Any:
+    """Lists of numbers and texts, as `[[0, 2, "PER"]]`, become texts: Arrow has no such lists."""
+    if not isinstance(cell, list):
+        return cell
+    items = []
+    for item in cell:
+        if isinstance(item, list) and {str, int}.issubset(map(type, item)):
+            item = list(map(str, item))
+        items.append(item)
+    return items
 
 
 def parse_json(path: Path, settings: TextSettings) -> Iterator[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -24,10 +24,10 @@ class SpanDataSettings(TextSettings):
     spans_column: str | None = None
     """A list of {start, end, label} or [start, end, label] of each text, in characters, end
     exclusive; or a list of the tags of its tokens; default: by its name (entities, ner_tags, ...)."""
-    token_separator: str | None = None
-    """What stands between the tokens of a list or of CoNLL columns when they become a text; default:
-    a space, but nothing beside a Chinese or Japanese character, nor where all tokens are single
-    characters."""
+    token_separator: Literal["space", "none"] | None = None
+    """What stands between the tokens of a list or of CoNLL columns in the text that is made of
+    them; default: a space, but nothing beside a Chinese or Japanese character, nor in a file whose
+    tokens are all single characters."""
     max_length: int | None = Field(default=None, ge=3)
     """Tokens of a window: a longer text is read in several. Default: the model's limit."""
     stride: int | None = Field(default=None, ge=0)

@@ -67,6 +67,8 @@ def _parse_span(item: Any) -> Span:
     start, end, label = item
     if label in (None, ""):
         raise KeyError("label")
+    if float(start) % 1 or float(end) % 1:
+        raise ValueError("no number of characters")
     return Span(int(start), int(end), str(label))
 
 
@@ -79,7 +81,7 @@ def spans_of_tags(tags: Sequence[str], closes: bool) -> list[tuple[int, int, str
         prefix, _, label = tag.partition("-")
         if prefix in "IMEL":
             if label != current:
-                raise ValueError(place, f"{tag} continues no span of {label}")
+                raise ValueError(place, f"{tag} continues no span: begin it with B-{label}")
             first, _, _ = spans.pop()
             spans.append((first, place + 1, label))
         elif current and closes:
@@ -130,7 +132,7 @@ def _load(table: Table, settings: Any) -> Rows:
     has_text = find_columns(table, None, "text_column", USUAL_TEXT)
     if not tokens_column or (has_text and not tags_column):
         return rows
-    separator = settings.token_separator
+    separator = {"space": " ", "none": ""}.get(settings.token_separator)
     if separator is None and _are_characters(table, tokens_column):
         separator = ""
     texts = []
@@ -202,8 +204,8 @@ def _scheme_closes(table: Table, column: str, names: Sequence[str] | None) -> bo
         for place, tag in enumerate(_tags(cell, names)):
             prefixes.add(tag[:1])
             if not _TAG.fullmatch(tag) or not any(map(prefixes.issubset, SCHEMES)):
-                seen = f"{tag!r} fits no scheme ({listing(SCHEMES)}), as B-PER, I-PER, O"
-                raise _fault(table, row, place, seen)
+                why = f"tag {tag!r} fits no scheme ({listing(SCHEMES)}): B-PER, I-PER, O"
+                raise _fault(table, row, place, why)
     return not prefixes.issubset("BIO")
 
 
