@@ -204,11 +204,14 @@ def titles(folder: Path, name: str) -> None:
 
 @made_once("rows.jsonl")
 def spans(folder: Path, name: str) -> None:
-    """`train` or `validation`: 61 and 23 real film reviews with the spans of two labels, by their words, as JSONL."""
-    found = {"THING": r"\b(?:a|the) (?:film|movie|story)\b", "PRAISE": r"\b(?:not )?(?:good|very|fine|bad|dull)\b"}
+    """`train` or `validation`: 61 and 23 texts of 1 to 60 words with the spans of two labels, as a JSONL file. One
+    label's spans have one or two words, each a token of the tiny model, or, misspelt, several."""
+    found = {"THING": r"\b(?:film|book|story)s?\b", "JUDGEMENT": r"\b(?:very )?(?:good|bad|dull|fine)\b"}
+    generator = random.Random(5)
     rows = []
-    for text in _demo("rotten-tomatoes", 600)["text"]:
+    for _ in range({"train": 61, "validation": 23}[name]):
+        words = generator.choices([*_LABEL_WORDS, "films", "storys", "?"], k=generator.randint(1, 60))
+        text = " ".join(words)
         places = [(*match.span(), label) for label in found for match in re.finditer(found[label], text)]
-        if places or len(rows) % 5 == 4:
-            rows.append({"text": text, "entities": sorted(places)})
-    write_jsonl(folder / "rows.jsonl", rows[:61] if name == "train" else rows[61:84])
+        rows.append({"text": text, "entities": sorted(places)})
+    write_jsonl(folder / "rows.jsonl", rows)

@@ -48,7 +48,9 @@ class SpanCollator(Collator):
         tags = split.gather(split.tags, indices)
         width = batch.inputs["input_ids"].shape[1]
         has_text = split.gather(split.ends > split.starts, indices)
-        columns = {"has_text": self.padded(has_text, lengths, self.longest, 0, False).bool()}
+        columns = {
+            "has_text": self.padded(has_text, lengths, self.longest, 0, False).bool()
+        }
         labels = self.padded(tags, lengths, width, IGNORED, False)
         return replace(batch, labels=labels, columns=columns)
 
@@ -80,7 +82,8 @@ class SpanSplit(Split):
     def spans(self) -> list[list[Span]]:
         """The spans of each text; saved for validation and test splits only."""
         return [
-            [Span(*span) for span in spans] for spans in read_jsonl(self.folder / "spans.jsonl")
+            [Span(*span) for span in spans]
+            for spans in read_jsonl(self.folder / "spans.jsonl")
         ]
 
     def decode(self, tags: np.ndarray, probabilities: np.ndarray) -> SpanArrays:
@@ -118,7 +121,9 @@ class Spans(Targets):
     def check(cls, settings: Any, tokenizer: Any) -> None:
         if not tokenizer.is_fast:
             name = settings.model.model_name_or_path
-            why = f"its tokenizer ({type(tokenizer).__name__}) does not say where tokens are"
+            why = (
+                f"its tokenizer ({type(tokenizer).__name__}) does not say where tokens are"
+            )
             raise UserError(f"model {name}: {why}: take one with tokenizer.json")
         if "," in (settings.data.text_column or ""):
             raise UserError("--text_column: spans are in one text, name one column")
@@ -186,7 +191,9 @@ class Spans(Targets):
                 file.write(json.dumps(spans, ensure_ascii=False) + "\n")
                 count += len(spans)
                 lost += [row for _ in set(spans) - self._found(tags, of_text)]
-                counts.add(of_text.ids, np.array([len(of_text.ids)]), tokenizer.unk_token_id)
+                counts.add(
+                    of_text.ids, np.array([len(of_text.ids)]), tokenizer.unk_token_id
+                )
                 bar.update(len(windows))
         bar.close()
         for name, array in arrays_of(windows).items():

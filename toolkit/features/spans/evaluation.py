@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from toolkit.config import ModelSettings
 from toolkit.data.table import TextBlock
 from toolkit.data.token_files import split_of_arrays
+from toolkit.data.tokens import Split
+from toolkit.errors import UserError
 from toolkit.evaluation.answers import Answers
 from toolkit.evaluation.outputs import BatchSizes, ComputeMetrics, Evaluation, Outputs
 from toolkit.features.spans.data import SpanCollator, SpanSplit
@@ -63,10 +65,11 @@ def _spans_of_texts(
     tags: np.ndarray,
     probabilities: np.ndarray,
 ) -> Lines:
-    arrays = split.decode(tags, probabilities)
+    spans = split.decode(tags, probabilities)
     lines: Lines = [[] for _ in texts]
-    for text, *place, label, probability in zip(*(each.tolist() for each in arrays), strict=True):
-        line = _line(Span(*place, labels[label]), texts[text])
+    columns = (column.tolist() for column in spans)
+    for text, start, end, label, probability in zip(*columns, strict=True):
+        line = _line(Span(start, end, labels[label]), texts[text])
         lines[text].append({**line, "probability": round(probability, 6)})
     return lines
 
@@ -77,6 +80,13 @@ def _line(span: Span, text: str) -> dict[str, Any]:
 
 def _without_probabilities(lines: Sequence[dict[str, Any]]) -> list[Span]:
     return [Span(line["start"], line["end"], line["label"]) for line in lines]
+
+
+class SpanOutputs(NamedTuple):
+    """Texts and the spans that were found in each."""
+
+    texts: Sequence[str]
+    lines: Lines
 
 
 class SpanAnswers(Answers):
@@ -96,7 +106,10 @@ class SpanAnswers(Answers):
         max_length: int,
         texts: TextBlock,
         shared_as: str | None,
-    ) -> SpanSplit:
+    ) -> Split:
+        if len(texts) > 1:
+            raise UserError("spans are in one text: leave out --text_pair")
+
         def encode() -> dict[str, np.ndarray]:
             reader = WindowReader(tokenizer, max_length, self.stride)
             windows = []
@@ -104,12 +117,12 @@ class SpanAnswers(Answers):
                 windows.append(list(reader.windows(tokens, np.zeros_like(tokens.ids))))
             return arrays_of(windows)
 
-        split = split_of_arrays(encode, model_config, shared_as, SpanSplit)
-        return dataclasses.replace(split, source_texts=tuple(texts[0]), collator=SpanCollator)
+        split: Any = split_of_arrays(encode, model_config, shared_as, SpanSplit)
+        return replace(split, source_texts=tuple(texts[0]), collator=SpanCollator)
 
     def outputs(
         self, accelerator: Any, model: Any, split: Any, tokenizer: Any, *sizes: Any
-    ) -> Lines | None:
+    ) -> SpanOutputs | None:
         outputs = Outputs(accelerator, split, tokenizer, BatchSizes(*sizes))
         for batch in outputs.batches(model):
             logits = model(**batch.inputs).logits.float()  # (B, S, C)
@@ -118,10 +131,14 @@ class SpanAnswers(Answers):
         arrays = outputs.in_order()
         if not arrays:
             return None
-        return _spans_of_texts(split, split.source_texts, self.labels, *arrays)
+        texts = split.source_texts
+        return SpanOutputs(texts, _spans_of_texts(split, texts, self.labels, *arrays))
 
-    def answers(self, outputs: Lines) -> Iterator[dict[str, Any]]:
-        return ({"prediction": lines} for lines in outputs)
+    def answers(self, outputs: SpanOutputs) -> Iterator[dict[str, Any]]:
+        return ({"prediction": lines} for lines in outputs.lines)
 
-    def metrics(self, outputs: Lines, truth: Sequence[Any]) -> dict[str, Any]:
-        raise NotImplementedError
+    def metrics(self, outputs: SpanOutputs, truth: Sequence[Any]) -> dict[str, Any]:
+        return span_metrics(
+            list(map(_without_probabilities, outputs.lines)),
+            list(map(parse_spans, truth, outputs.texts)),
+        )

@@ -18,7 +18,9 @@ USUAL_TOKENS = ("tokens", "words", "chars")
 SCHEMES = ("BIO", "BMESO", "BIESO", "BILUO")
 """B begins a span, I or M continues it, E or L ends it; S or U is a whole one; O is outside."""
 _TAG = re.compile("O|[BIMESLU]-.+")
-_CJK = re.compile("[\u2e80-\u9fff\uf900-\ufaff\ufe30-\ufe4f\uff00-\uffef\U00020000-\U0003ffff]")
+_CJK = re.compile(
+    "[\u2e80-\u9fff\uf900-\ufaff\ufe30-\ufe4f\uff00-\uffef\U00020000-\U0003ffff]"
+)
 _KEYS = (("start", "start_offset"), ("end", "end_offset"), ("label",))
 _FORMS = '{"start": 0, "end": 2, "label": "PER"} or [0, 2, "PER"]'
 
@@ -62,7 +64,9 @@ def parse_spans(cell: Any, text: str) -> list[Span]:
 def _parse_span(item: Any) -> Span:
     if isinstance(item, Mapping):
         # Arrow fills the keys that other rows have with None
-        present = [[item[key] for key in keys if item.get(key) is not None] for keys in _KEYS]
+        present = [
+            [item[key] for key in keys if item.get(key) is not None] for keys in _KEYS
+        ]
         item = [values[0] if values else None for values in present]
     start, end, label = item
     if label in (None, ""):

@@ -42,9 +42,7 @@ def tag_names(labels: Sequence[str]) -> list[str]:
     return ["O", *(f"{prefix}-{label}" for label in labels for prefix in "BI")]
 
 
-def encode_tags(
-    spans: Sequence[Span], tokens: Tokens, labels: Sequence[str]
-) -> np.ndarray:
+def encode_tags(spans: Sequence[Span], tokens: Tokens, labels: Sequence[str]) -> np.ndarray:
     """(tokens,) the tags of the tokens that have characters of these spans."""
     tags = np.zeros(len(tokens.ids), np.int16)
     for span in spans:
@@ -94,9 +92,7 @@ def decode_tags(
     )
 
 
-def window_slices(
-    count: int, room: int, stride: int
-) -> Iterator[tuple[slice, slice]]:
+def window_slices(count: int, room: int, stride: int) -> Iterator[tuple[slice, slice]]:
     """(The tokens of a window, those of them that count there) for a text of `count` tokens, in
     windows of at most `room` of which `stride` are also in the next one. Two windows divide what
     they share in its middle."""
