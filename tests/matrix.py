@@ -91,7 +91,7 @@ MASKED = ["--model_name_or_path", inputs.masked_model, *QUIET, "--train_file", i
 SPANS = [*TINY, "--train_file", partial(inputs.spans, "train"), "--validation_file",
          partial(inputs.spans, "validation"), "--max_length", 24, "--stride", 7, "--max_steps", 8, "--eval_every", 4,
          "--learning_rate", "6e-3", "--global_batch_size", 22, "--per_device_batch_size", 6, "--max_grad_norm", 0.5,
-         "--weight_decay", 0.1, "--per_device_eval_batch_size", 7]  # fmt: skip
+         "--weight_decay", 0.1, "--per_device_eval_batch_size", 7, "--lr_scheduler_type", "constant"]  # fmt: skip
 
 LABELLED = [*TINY, "--max_steps", 4, "--global_batch_size", 12, "--per_device_batch_size", 5]
 KINDS = ("six classes", "multi-label", "regression", "several numbers")

@@ -123,23 +123,23 @@ def _tagged_tweets(file: Path) -> list[Row]:
 
 def _peoples_daily(file: Path) -> list[Row]:
     """Chinese sentences of a newspaper, and its names of persons (nr), places (ns) and
-    organizations (nt): `[start, end, label]`, in characters. A family name of one character
+    organizations (nt), in characters. A family name of one character
     and the given name after it are one person."""
     rows: list[Row] = []
     for line in file.read_text(encoding="utf-8").splitlines():
         text = ""
-        spans: list[list[Any]] = []
+        spans: list[dict[str, Any]] = []
         is_family_name = False
         for part in line.split():
             word, _, tag = part.partition("/")
             end = len(text) + len(word)
             if is_family_name and tag == "nr":
-                spans[-1][1] = end
+                spans[-1]["end"] = end
                 is_family_name = False
             else:
                 is_family_name = tag == "nr" and len(word) == 1
                 if tag in ("nr", "ns", "nt"):
-                    spans.append([len(text), end, tag])
+                    spans.append({"start": len(text), "end": end, "label": tag})
             text += word
         rows.append((text, spans))
     return rows

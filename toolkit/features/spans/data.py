@@ -220,8 +220,11 @@ class Spans(Targets):
         return set(map(Span, found.starts.tolist(), found.ends.tolist(), labels))
 
     def facts(self) -> dict[str, Any]:
-        spans = {"spans_column": self.column, "span_labels": list(self.labels)}
+        spans = {"span_labels": list(self.labels), "stride": self.stride}
         return {"labels": [], "problem_type": "token_classification", **spans}
+
+    def source(self) -> dict[str, Any]:
+        return {"spans_column": self.column}
 
     def describe(self) -> str:
         labels = f"{len(self.labels)} labels: {listing(self.labels)}"
