@@ -80,7 +80,9 @@ def test_class_ids_of_a_data_set_have_names(tokenizer: Any, tmp_path: Path) -> N
     names = ["O", "B-ORG", "I-ORG", "B-LOC", "I-LOC"]
     columns = {"tokens": [TOKENS, ["He"]], "ner_tags": [[1, 0, 3, 4], [0]]}
     tags = datasets.List(datasets.ClassLabel(names=names))
-    features = datasets.Features({"tokens": datasets.List(datasets.Value("string")), "ner_tags": tags})
+    features = datasets.Features(
+        {"tokens": datasets.List(datasets.Value("string")), "ner_tags": tags}
+    )
     rows = datasets.Dataset.from_dict(columns, features=features)
     rows.to_parquet(tmp_path / "train.parquet")
     settings = build(SpanSettings, {"dataset_name": str(tmp_path), "model_name_or_path": "none"})
@@ -99,7 +101,9 @@ def test_what_stands_between_tokens(tokens: str, text: str, tokenizer: Any, tmp_
     """Spans are of the characters of that text."""
     words = tokens.split()
     tags = ["O"] * (len(words) - 1) + ["B-X"]
-    found = rows_of(write(tmp_path, "a.conll", conll(words, tags).replace("\n\nHe", "\n\nx")), tokenizer)
+    found = rows_of(
+        write(tmp_path, "a.conll", conll(words, tags).replace("\n\nHe", "\n\nx")), tokenizer
+    )
     assert found[0] == (text, [(len(text) - len(words[-1]), len(text), "X")])
 
 
@@ -132,11 +136,16 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_names_file_and_row(name: str, tokenizer: Any, tmp_path: Path) -> None:
     content, says = FAULTS[name]
-    refusal(lambda: rows_of(write(tmp_path, name, content), tokenizer), says=[str(tmp_path / name), *says])
+    refusal(
+        lambda: rows_of(write(tmp_path, name, content), tokenizer),
+        says=[str(tmp_path / name), *says],
+    )
 
 
 def test_a_label_of_no_training_row(tokenizer: Any, tmp_path: Path) -> None:
     settings = write(tmp_path, "a.jsonl", jsonl(ROW, ROW))
     other = write(tmp_path, "b.jsonl", jsonl(ROW, ROW | {"entities": as_objects(LOC)}))
     tables = {"train": Spans.tables(settings)["train"], "validation": Spans.tables(other)["train"]}
-    refusal(lambda: select_samples(settings, tokenizer, tables), says=["b.jsonl, row 2", "LOC", "ORG"])
+    refusal(
+        lambda: select_samples(settings, tokenizer, tables), says=["b.jsonl, row 2", "LOC", "ORG"]
+    )

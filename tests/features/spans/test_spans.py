@@ -11,7 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForTokenClassification, AutoTokenizer, BertForTokenClassification, pipeline
+from transformers import (
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    BertForTokenClassification,
+    pipeline,
+)
 
 from tests import inputs
 from tests.faults import refusal
@@ -51,7 +56,10 @@ def whole() -> Path:
 
 @pytest.mark.multiprocess
 def test_a_run_goes_on_under_another_way() -> None:
-    saved = job("zero3 x2", "stopped", "--max_steps", 3, "--checkpoint_every", 3) / "checkpoints/step-00000003"
+    saved = (
+        job("zero3 x2", "stopped", "--max_steps", 3, "--checkpoint_every", 3)
+        / "checkpoints/step-00000003"
+    )
     resumed = job("single", "resumed", "--per_device_batch_size", 11, "--resume", saved)
     assert_same_run(resumed, runs("single")["spans"], after=3)
 
@@ -72,7 +80,9 @@ def test_a_plain_loop_has_the_same_losses() -> None:
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0)
     split = split_of(run, "train")
-    collate = SpanCollator(split, AutoTokenizer.from_pretrained(inputs.tiny_model()), torch.device("cpu"))
+    collate = SpanCollator(
+        split, AutoTokenizer.from_pretrained(inputs.tiny_model()), torch.device("cpu")
+    )
     count = len(split) // 22 + 1
     losses = []
     for number in range(STEPS):
@@ -93,15 +103,26 @@ def test_transformers_pipeline_finds_the_same_spans() -> None:
     assert config["architectures"] == ["BertForTokenClassification"]
     _, loading = AutoModelForTokenClassification.from_pretrained(folder, output_loading_info=True)
     assert not any(loading.values())
-    texts = [json.loads(line)["text"] for line in inputs.spans("validation").read_text().splitlines()]
-    tagger = pipeline("token-classification", model=str(folder), aggregation_strategy="simple", device="cpu")
+    texts = [
+        json.loads(line)["text"] for line in inputs.spans("validation").read_text().splitlines()
+    ]
+    tagger = pipeline(
+        "token-classification", model=str(folder), aggregation_strategy="simple", device="cpu"
+    )
     found = tagger(texts)
-    expected = [[(each["start"], each["end"], each["entity_group"]) for each in spans] for spans in found]
+    expected = [
+        [(each["start"], each["end"], each["entity_group"]) for each in spans] for spans in found
+    ]
     scores = [each["score"] for spans in found for each in spans]
     assert len(scores) > 100
-    for lines in (lines_of(whole() / "predictions.jsonl"), api.predict(folder, texts, mixed_precision="no")):
+    for lines in (
+        lines_of(whole() / "predictions.jsonl"),
+        api.predict(folder, texts, mixed_precision="no"),
+    ):
         predictions = [line["prediction"] for line in lines]
-        assert [[(each["start"], each["end"], each["label"]) for each in spans] for spans in predictions] == expected
+        assert [
+            [(each["start"], each["end"], each["label"]) for each in spans] for spans in predictions
+        ] == expected
         ours = [each["probability"] for spans in predictions for each in spans]
         assert ours == pytest.approx(scores, abs=1e-5)
         for text, spans in zip(texts, predictions, strict=True):
@@ -153,7 +174,13 @@ def test_an_unknown_character_keeps_its_place_and_spans_come_back(tokenizer: Any
     [tokens] = WindowReader(tokenizer, 50, 3).tokens([text])
     spans = [Span(5, 6, "THING"), Span(6, 10, "JUDGEMENT"), Span(12, 21, "THING")]
     tags = encode_tags(spans, tokens, LABELS)
-    assert [tag_names(LABELS)[tag] for tag in tags] == ["O", "B-THING", "B-JUDGEMENT", "B-THING", "I-THING"]
+    assert [tag_names(LABELS)[tag] for tag in tags] == [
+        "O",
+        "B-THING",
+        "B-JUDGEMENT",
+        "B-THING",
+        "I-THING",
+    ]
     texts = np.zeros(len(tags), np.int64)
     found = decode_tags(tags, texts, tokens.starts, tokens.ends, np.array([1, 0.5, 0.5, 1, 0.2]))
     places = zip(found.starts.tolist(), found.ends.tolist(), found.labels.tolist(), strict=True)
@@ -174,7 +201,9 @@ def test_the_best_possible_tags_of_all() -> None:
             words = ["O", *(names[tag] for tag in tags)]
             pairs = itertools.pairwise(words)
             if all(word[0] != "I" or before[1:] == word[1:] for before, word in pairs):
-                possible[tags] = sum(float(scores[0, place, tag]) for place, tag in zip(places, tags, strict=True))
+                possible[tags] = sum(
+                    float(scores[0, place, tag]) for place, tag in zip(places, tags, strict=True)
+                )
         best = max(possible, key=possible.__getitem__)
         assert best_tags(scores, has_text)[0, places].tolist() == list(best)
         differ += list(best) != scores[0, places].argmax(-1).tolist()
@@ -224,7 +253,9 @@ def test_metrics_are_seqevals() -> None:
             numbers = np.array(possible, np.int64)
             ends = np.arange(1, len(text) + 1)
             decoded = decode_tags(numbers, np.zeros(len(text)), ends - 1, ends, np.ones(len(text)))
-            places = zip(decoded.starts.tolist(), decoded.ends.tolist(), decoded.labels.tolist(), strict=True)
+            places = zip(
+                decoded.starts.tolist(), decoded.ends.tolist(), decoded.labels.tolist(), strict=True
+            )
             spans[place].append([Span(start, end, labels[label]) for start, end, label in places])
             tags[place].append([tag_names(labels)[tag] for tag in possible])
     numbers = span_metrics(*spans)
@@ -245,7 +276,10 @@ def test_evaluation_is_that_of_its_predictions() -> None:
     assert (last["num_samples"], [line["id"] for line in lines]) == (23, list(range(23)))
     assert len(split_of(run, "validation")) > 50  # windows
     spans = {
-        key: [[Span(each["start"], each["end"], each["label"]) for each in line[key]] for line in lines]
+        key: [
+            [Span(each["start"], each["end"], each["label"]) for each in line[key]]
+            for line in lines
+        ]
         for key in ("prediction", "label")
     }
     numbers = span_metrics(spans["prediction"], spans["label"])
@@ -263,7 +297,9 @@ def test_evaluation_is_that_of_its_predictions() -> None:
 def test_a_text_of_20_000_characters() -> None:
     """In the order of the file, with its offsets; an empty text has no spans."""
     text = "very good film " * 1400
-    answers = api.predict(runs("single")["spans"] / "model", ["", text, "film"], mixed_precision="no")
+    answers = api.predict(
+        runs("single")["spans"] / "model", ["", text, "film"], mixed_precision="no"
+    )
     found = [each["prediction"] for each in answers]
     assert (found[0], len(text)) == ([], 21000)
     assert [each["text"] for each in found[2]] == ["film"]
@@ -277,7 +313,11 @@ def test_mistakes_are_told_apart() -> None:
     kinds = [mistake.kind for mistake in mistakes_of(truth, found)]
     assert kinds == ["label", "border", "missed", "invented"]
     lines = [
-        {"id": 7, "label": [span._asdict() for span in truth], "prediction": [span._asdict() for span in found]},
+        {
+            "id": 7,
+            "label": [span._asdict() for span in truth],
+            "prediction": [span._asdict() for span in found],
+        },
         {"id": 8, "label": [], "prediction": []},
     ]
     content = summary(lines, ["ab cd efg hi" + " " * 100, ""])
@@ -285,7 +325,12 @@ def test_mistakes_are_told_apart() -> None:
     assert content["confusion"] == {("A", "A"): 2, ("A", "B"): 1, ("B", None): 1, (None, "B"): 1}
     [worst] = content["worst"]
     pieces = {piece: kind for piece, kind, _ in worst.pieces}
-    assert (pieces["ab"], pieces["cd"], pieces["g"], pieces["hi"]) == ("right", "label", "missed", "missed")
+    assert (pieces["ab"], pieces["cd"], pieces["g"], pieces["hi"]) == (
+        "right",
+        "label",
+        "missed",
+        "missed",
+    )
 
 
 def test_the_page_and_the_card() -> None:
@@ -294,4 +339,8 @@ def test_the_page_and_the_card() -> None:
     assert "wrong border" in page
     assert len(re.findall("<mark", page)) > 10
     card = (run / "model" / "README.md").read_text(encoding="utf-8")
-    assert [part for part in ("pipeline_tag: token-classification", "THING", "stride=7") if part not in card] == []
+    assert [
+        part
+        for part in ("pipeline_tag: token-classification", "THING", "stride=7")
+        if part not in card
+    ] == []

@@ -205,9 +205,11 @@ class Spans(Targets):
             share = f"{several} of {len(table)} texts are read in several windows"
             notes.append(f"{split}: {share}, which share {reader.stride} tokens (--stride)")
         if lost:
-            why = "begin or end inside a token, and count as missed"
-            where = table.listing(dict.fromkeys(lost))
-            notes.append(f"{split}: {len(lost)} of {count} spans {why} (rows {where})")
+            where = f"rows {table.listing(dict.fromkeys(lost))}"
+            notes.append(
+                f"{split}: {len(lost)} of {count} spans begin or end inside a token, and count as "
+                f"missed ({where})"
+            )
         return notes
 
     def _found(self, tags: np.ndarray, tokens: Tokens) -> set[Span]:

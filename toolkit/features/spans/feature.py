@@ -32,8 +32,8 @@ class SpansFeature(Feature):
         content = summary(evaluation.predictions())
         f1 = content["intervals"]["f1"]
         interval = f"95 % interval of f1 over texts: {f1['low']:.4f} to {f1['high']:.4f}"
-        kinds = ", ".join(f"{kind} {count}" for kind, count in content["kinds"].items())
-        return [f"  {interval}; spans: {kinds}"]
+        kinds = "missed {missed}, invented {invented}, wrong label {label}, wrong border {border}"
+        return [f"  {interval}; spans: {kinds.format(**content['kinds'])}"]
 
     def page(self, page: Any) -> PagePart | None:
         if page.record.problem_type != "token_classification":
