@@ -18,10 +18,9 @@ from toolkit.data.token_files import Counts, save_texts
 from toolkit.data.tokens import Split, read_jsonl
 from toolkit.data.unknown import unknown_notes
 from toolkit.errors import UserError, listing
-from toolkit.features.spans.spans import USUAL_SPANS, Span, parse_spans, with_texts
+from toolkit.features.spans.spans import Span, parse_spans
+from toolkit.features.spans.tags import USUAL_SPANS, with_texts
 from toolkit.features.spans.windows import (
-    SpanArrays,
-    Tokens,
     WindowReader,
     arrays_of,
     decode_tags,
@@ -86,8 +85,11 @@ class SpanSplit(Split):
             for spans in read_jsonl(self.folder / "spans.jsonl")
         ]
 
-    def decode(self, tags: np.ndarray, probabilities: np.ndarray) -> SpanArrays:
-        """The spans of all texts from (samples, T) tags and their probabilities."""
+    def decode(
+        self, tags: np.ndarray, probabilities: np.ndarray
+    ) -> Iterator[tuple[int, int, int, int, float]]:
+        """The spans of all texts from (samples, T) tags and their probabilities, as of
+        `decode_tags`."""
         is_token = np.arange(tags.shape[1]) < self.lengths[:, None]
         counts = self.tags != IGNORED
         texts = np.repeat(self.text_index, self.lengths)[counts]
@@ -186,11 +188,11 @@ class Spans(Targets):
         lost = []
         with (folder / "spans.jsonl").open("w", encoding="utf-8") as file:
             for (row, spans), of_text in rows:
-                tags = encode_tags(spans, of_text, self.labels)
+                tags, lost_spans = encode_tags(spans, of_text, self.labels)
                 windows.append(list(reader.windows(of_text, tags)))
                 file.write(json.dumps(spans, ensure_ascii=False) + "\n")
                 count += len(spans)
-                lost += [row for _ in set(spans) - self._found(tags, of_text)]
+                lost += [row] * lost_spans
                 counts.add(
                     of_text.ids, np.array([len(of_text.ids)]), tokenizer.unk_token_id
                 )
@@ -211,15 +213,6 @@ class Spans(Targets):
                 f"missed ({where})"
             )
         return notes
-
-    def _found(self, tags: np.ndarray, tokens: Tokens) -> set[Span]:
-        """The spans that are found again in the tags of a text."""
-        has_text = tokens.ends > tokens.starts
-        tags, starts, ends = tags[has_text], tokens.starts[has_text], tokens.ends[has_text]
-        zeros = np.zeros(len(tags))
-        found = decode_tags(tags, zeros, starts, ends, zeros)
-        labels = [self.labels[label] for label in found.labels]
-        return set(map(Span, found.starts.tolist(), found.ends.tolist(), labels))
 
     def facts(self) -> dict[str, Any]:
         spans = {"span_labels": list(self.labels), "stride": self.stride}

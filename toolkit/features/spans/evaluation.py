@@ -65,10 +65,8 @@ def _spans_of_texts(
     tags: np.ndarray,
     probabilities: np.ndarray,
 ) -> Lines:
-    spans = split.decode(tags, probabilities)
     lines: Lines = [[] for _ in texts]
-    columns = (column.tolist() for column in spans)
-    for text, start, end, label, probability in zip(*columns, strict=True):
+    for text, start, end, label, probability in split.decode(tags, probabilities):
         line = _line(Span(start, end, labels[label]), texts[text])
         lines[text].append({**line, "probability": round(probability, 6)})
     return lines

@@ -42,26 +42,24 @@ def tag_names(labels: Sequence[str]) -> list[str]:
     return ["O", *(f"{prefix}-{label}" for label in labels for prefix in "BI")]
 
 
-def encode_tags(spans: Sequence[Span], tokens: Tokens, labels: Sequence[str]) -> np.ndarray:
-    """(tokens,) the tags of the tokens that have characters of these spans."""
+def encode_tags(
+    spans: Sequence[Span], tokens: Tokens, labels: Sequence[str]
+) -> tuple[np.ndarray, int]:
+    """(tokens,) the tags of the tokens that have characters of these spans, and how many spans
+    cannot be found again: they begin or end inside a token."""
     tags = np.zeros(len(tokens.ids), np.int16)
+    lost = 0
     for span in spans:
         is_inside = (tokens.starts < span.end) & (tokens.ends > span.start)
-        places = np.flatnonzero(is_inside & (tokens.ends > tokens.starts))
+        places = np.flatnonzero(is_inside & (tokens.ends > tokens.starts) & (tags == 0))
         tags[places] = 2 + 2 * labels.index(span.label)
         tags[places[:1]] -= 1
-    return tags
-
-
-class SpanArrays(NamedTuple):
-    """Spans, in the order of the tokens."""
-
-    texts: np.ndarray
-    starts: np.ndarray
-    ends: np.ndarray
-    labels: np.ndarray
-    probabilities: np.ndarray
-    """Means over the tokens."""
+        characters = (
+            tokens.starts[places[:1]].max(initial=-1),
+            tokens.ends[places].max(initial=-1),
+        )
+        lost += characters != (span.start, span.end)
+    return tags, lost
 
 
 def decode_tags(
@@ -70,26 +68,25 @@ def decode_tags(
     starts: np.ndarray,
     ends: np.ndarray,
     probabilities: np.ndarray,
-) -> SpanArrays:
+) -> Iterator[tuple[int, int, int, int, float]]:
     """The spans of tokens, (tokens,) each: its tag, its text, its characters, and the probability
-    of its tag. An I that does not go on a span begins one."""
+    of its tag -> (text, start, end, label, the mean probability) of each span. An I that does not
+    go on a span begins one."""
     labels = (tags + 1) // 2 - 1  # -1: outside
     goes_on = np.zeros(len(tags), bool)
     goes_on[1:] = (labels[1:] == labels[:-1]) & (texts[1:] == texts[:-1])
     is_inside = labels >= 0
     begins = is_inside & ~(goes_on & (tags % 2 == 0))
     firsts = np.flatnonzero(begins[is_inside])  # among the tokens inside
-    if not len(firsts):
-        none = np.zeros(0, np.int64)
-        return SpanArrays(none, none, none, none, none)
     counts = np.diff(np.append(firsts, is_inside.sum()))
-    return SpanArrays(
+    columns = (
         texts[begins],
         starts[begins],
         np.maximum.reduceat(ends[is_inside], firsts),
         labels[begins],
         np.add.reduceat(probabilities[is_inside], firsts) / counts,
     )
+    return zip(*(column.tolist() for column in columns), strict=True)
 
 
 def window_slices(count: int, room: int, stride: int) -> Iterator[tuple[slice, slice]]:
