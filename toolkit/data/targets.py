@@ -37,6 +37,8 @@ class Targets:
     """The setting that names their column; None if they need only the text."""
     usual_columns: ClassVar[tuple[str, ...]]
     """Common names of that column."""
+    reads_objects: ClassVar[bool] = False
+    """Whether that column may hold lists of objects."""
     split_class: ClassVar[type[Split]] = Split
     """The class that a prepared split is loaded as."""
     pipeline_tag: ClassVar[str] = "text-classification"

@@ -117,6 +117,7 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     "nested.jsonl": (jsonl(ROW, ROW | {"entities": as_objects((0, 14, "A"), (3, 10, "B"))}),
                      ["row 2", "3 to 10 (B) lies within", "0 to 14 (A)", "one label"]),
     "half.jsonl": (jsonl(ROW | {"entities": [{"start": 0.5, "end": 2, "label": "A"}]}, ROW), ["row 1", '"start": 0']),
+    "unnamed.jsonl": (jsonl({"text": TEXT, "x": as_objects(ORG)}, {"text": TEXT, "x": []}), ["one of x with --spans_column"]),
     "no label.jsonl": (jsonl(ROW, ROW | {"entities": [{"start": 0, "end": 2}]}), ["row 2", '"label"']),
     "a name.jsonl": (jsonl({"text": TEXT, "label": "ORG"}, {"text": TEXT, "label": "ORG"}), ["row 1", "not ORG"]),
     "none.jsonl": (jsonl(ROW, {"text": TEXT}), ["rows 2", "--drop_empty_text"]),

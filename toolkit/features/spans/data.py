@@ -46,10 +46,9 @@ class SpanCollator(Collator):
         lengths = split.lengths[indices]
         tags = split.gather(split.tags, indices)
         width = batch.inputs["input_ids"].shape[1]
-        has_text = split.gather(split.ends > split.starts, indices)
-        columns = {
-            "has_text": self.padded(has_text, lengths, self.longest, 0, False).bool()
-        }
+        is_text = split.gather(split.ends > split.starts, indices)
+        has_text = self.padded(is_text, lengths, self.longest, 0, False).bool()
+        columns = {**batch.columns, "has_text": has_text}
         labels = self.padded(tags, lengths, width, IGNORED, False)
         return replace(batch, labels=labels, columns=columns)
 
@@ -108,6 +107,7 @@ class Spans(Targets):
 
     column_setting = "spans_column"
     usual_columns = USUAL_SPANS
+    reads_objects = True
     split_class = SpanSplit
     pipeline_tag = "token-classification"
 

@@ -10,7 +10,7 @@ from toolkit.data.batches import Batch
 
 
 def predict_tags(batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, S, C) logits -> (B, T) int64 tags and (B, T) float32 their probabilities, T the tokens of
+    """(B, S, C) logits -> (B, T) int32 tags and (B, T) float32 their probabilities, T the tokens of
     the split's longest window."""
     log_probabilities = logits.log_softmax(dim=-1)
     has_text = batch.columns["has_text"]
@@ -18,7 +18,7 @@ def predict_tags(batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor]:
     tags = best_tags(log_probabilities, has_text[:, :width])
     chosen = log_probabilities.gather(2, tags[..., None])[..., 0]
     missing = (0, has_text.shape[1] - width)
-    return F.pad(tags, missing), F.pad(chosen.exp(), missing)
+    return F.pad(tags.int(), missing), F.pad(chosen.exp(), missing)
 
 
 def best_tags(scores: Tensor, has_text: Tensor) -> Tensor:
