@@ -87,6 +87,12 @@ MASKED = ["--model_name_or_path", inputs.masked_model, *QUIET, "--train_file", i
           "--learning_rate", "3e-3", "--lr_scheduler_type", "constant", "--max_length", 48, "--whole_word_mask",
           "true", "--mlm_probability", 0.4]  # fmt: skip
 
+# most texts are read in several windows
+SPANS = [*TINY, "--train_file", partial(inputs.spans, "train"), "--validation_file",
+         partial(inputs.spans, "validation"), "--max_length", 24, "--stride", 7, "--max_steps", 8, "--eval_every", 4,
+         "--learning_rate", "6e-3", "--global_batch_size", 22, "--per_device_batch_size", 6, "--max_grad_norm", 0.5,
+         "--weight_decay", 0.1, "--per_device_eval_batch_size", 7, "--lr_scheduler_type", "constant"]  # fmt: skip
+
 LABELLED = [*TINY, "--max_steps", 4, "--global_batch_size", 12, "--per_device_batch_size", 5]
 KINDS = ("six classes", "multi-label", "regression", "several numbers")
 
@@ -152,6 +158,7 @@ JOBS: dict[str, Job] = {
 for name in ("pairs", "lora recomputed", "two terms", "sampling"):
     words = [*JOBS[name].words, "--padding_free", "true"]
     JOBS[f"padding-free {name}"] = Job("recipes.cls", words, reference=name)
+JOBS["spans"] = Job("recipes.ner", SPANS, pages=["single"])
 
 
 _GRACE_SECONDS = 10.0  # for the other ranks, when one has failed

@@ -32,7 +32,7 @@ import toolkit
 from tests.matrix import JOBS, SPARSE, Job, words_of
 from tests.runs import recipe
 from toolkit import launch
-from toolkit.features import pretraining, titles
+from toolkit.features import pretraining, spans, titles
 from toolkit.features.padding_free import attention as padding_free
 from toolkit.features.titles.evaluation import Writer
 from toolkit.run import Run
@@ -44,7 +44,8 @@ DEVICE = torch.device("meta")
 META = ["--max_steps", 2, "--eval_every", 2, "--logging_steps", 2, "--global_batch_size", 5, "--per_device_batch_size",
         3, "--mixed_precision", "no", "--optimizer_args", "fused=False"]  # fmt: skip
 NAMES = ("few", "two terms", "weights", "lora recomputed", "pos_weight", "regression", "layer decay",
-         "padding-free two terms", "sampling", "long", "long recomputed", "title", "pretraining")  # fmt: skip
+         "padding-free two terms", "sampling", "long", "long recomputed", "title", "pretraining",
+         "spans")  # fmt: skip
 TRACED = {
     **{name: JOBS[name] for name in NAMES},
     "flex": Job("recipes.bigbird", [*SPARSE, "--attn_implementation", "flex"]),
@@ -204,7 +205,7 @@ def main() -> None:
     # beam search synchronizes after each token
     Writer.write = no_titles
     loaders: dict[Any, str] = {toolkit: "load_classifier", titles: "load_title_model"}
-    loaders[pretraining] = "load_masked_model"
+    loaders |= {pretraining: "load_masked_model", spans: "load_tagger"}
     for package, name in loaders.items():
         load = getattr(package, name)
         vars(package)[name] = lambda *words, load=load: load(*words).to(DEVICE)

@@ -28,7 +28,8 @@ FAST_WAYS: dict[str, tuple[str, ...]] = {
 FAST_WAYS |= {
     "plain": EVERYWHERE, "few": (), "several labels": (), "long": (), "title": (ZERO2, ZERO3), "momentum": (ZERO3,),
     "all frozen": (FSDP2,), "two terms": (FSDP2,), "adafactor": (DDP,), **dict.fromkeys(KINDS, (DDP,)),
-    "padding-free sampling": (DDP,), "padding-free lora recomputed": (ZERO3,), "padding-free two terms": (ZERO3,),
+    "spans": (ZERO2, ZERO3, FSDP2, "ddp x3"), "padding-free sampling": (DDP,),
+    "padding-free lora recomputed": (ZERO3,), "padding-free two terms": (ZERO3,),
 }  # fmt: skip
 FAST = [(way, name) for name, ways in FAST_WAYS.items() for way in ways]
 FAST += [

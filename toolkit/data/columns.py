@@ -114,11 +114,16 @@ def _is_plain(table: Table, column: str, has_lists: bool = True) -> bool:
     return hasattr(feature, "dtype")
 
 
-def unclear_column(table: Table, setting: str, names: list[str]) -> UserError:
-    """The error if it is unclear which column a setting means, and what to pass."""
+def unclear_column(
+    table: Table, setting: str, names: list[str], has_objects: bool = False
+) -> UserError:
+    """The error if it is unclear which column a setting means, and what to pass. `has_objects`: it
+    may hold lists of objects."""
     what = setting.removesuffix("_column")
     is_text = setting == "text_column"
-    plain = [name for name in names if _is_plain(table, name, has_lists=not is_text)]
+    plain = names
+    if not has_objects:
+        plain = [name for name in names if _is_plain(table, name, has_lists=not is_text)]
     remedy = "there is no other than the text"
     if plain:
         remedy = f"name one of {listing(plain)} with --{setting}"

@@ -6,24 +6,21 @@ or one with another learning rate, reads and tokenizes nothing."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 
 from toolkit import launch
 from toolkit.config import PretrainedSettings, flat, section_in
 from toolkit.data.balance import weigh_classes
-from toolkit.data.encode import encode_blocks
 from toolkit.data.labels import Labels
-from toolkit.data.read import read_tables
-from toolkit.data.select import Samples, data_seed, select_samples
+from toolkit.data.select import data_seed, select_samples
 from toolkit.data.table import Table
 from toolkit.data.targets import Targets, targets_of
-from toolkit.data.token_files import load_split, save_texts, save_tokens
+from toolkit.data.token_files import load_split
 from toolkit.data.tokenizer import (
     choose_max_length,
     fingerprint,
@@ -32,9 +29,8 @@ from toolkit.data.tokenizer import (
     separator_of,
     set_truncation,
 )
-from toolkit.data.tokenizer_check import spelling_notes, tokenizer_notes
+from toolkit.data.tokenizer_check import tokenizer_notes
 from toolkit.data.tokens import Split
-from toolkit.data.unknown import unknown_notes
 from toolkit.pretrained import refuse_foreign_tokenizer, refuse_missing_ends
 from toolkit.utils.cache import cached_folder, digest_of_text
 from toolkit.utils.features import features
@@ -124,7 +120,7 @@ def prepare_data(
     set_truncation(tokenizer, settings.data)
     refuse_foreign_tokenizer(tokenizer, model_config)
     refuse_missing_ends(tokenizer, model_config)
-    tables = read_tables(settings.data)
+    tables = targets_class.tables(settings)
     key = _cache_key(settings, tokenizer, model_config, tables)
     if accelerator is not None:  # before an hour of work on different data
         launch.require_equal("the data", key)
@@ -178,10 +174,8 @@ def _write(
     splits, targets, notes = select_samples(settings, tokenizer, tables)
     for split, samples in splits.items():
         (folder / split).mkdir()
-        notes.extend(_write_split(folder / split, samples, tokenizer, max_length))
-        notes.extend(
-            targets.save(folder / split, samples.table, samples.targets, tokenizer)
-        )
+        table, encoded = samples.table, samples.targets
+        notes += targets.write(folder / split, table, encoded, tokenizer, max_length)
     meta = {
         "targets": asdict(targets),
         "text_column": splits["train"].table.text_columns[0],
@@ -192,26 +186,6 @@ def _write(
     (folder / "meta.json").write_text(
         json.dumps(meta, ensure_ascii=False), encoding="utf-8"
     )
-
-
-def _write_split(
-    folder: Path, samples: Samples, tokenizer: Any, max_length: int
-) -> Iterator[str]:
-    """Writes the tokens of a split, and yields notes on them."""
-    table = samples.table
-    split = folder.name
-    texts = table.texts()
-    if split != "train":  # for reports
-        texts = save_texts(folder / "texts.jsonl", texts)
-    blocks = encode_blocks(tokenizer, texts, max_length, len(table), f"tokens of {split}")
-    counts = save_tokens(folder, blocks, unknown=tokenizer.unk_token_id)
-    np.save(folder / "rows.npy", table.row_numbers)
-    yield from unknown_notes(split, counts, table, tokenizer)
-    if split == "train":
-        yield from spelling_notes(table, tokenizer)
-    if counts.truncated:
-        share = f"{100 * counts.truncated / len(table):.1f} %"
-        yield f"{split}: {share} of the texts are cut at {max_length} tokens (--max_length)"
 
 
 def _load(

@@ -36,7 +36,7 @@ from toolkit.utils.files import cache_folder
 if TYPE_CHECKING:  # a process whose tokens are cached does not import it
     import pyarrow
 
-_LAYOUT = 8  # increase when the files in a cached folder of rows change
+_LAYOUT = 9  # increase when the files in a cached folder of rows change
 _BATCH_BLOCKS = 4
 """Blocks of rows that are one batch in the cache."""
 _FILE_SETTINGS = ("encoding", "encoding_errors", "delimiter", "quoting", "sample_by",
@@ -127,12 +127,17 @@ def files_of(name: str) -> list[Path]:
 
 def form_of(path: Path, settings: TextSettings) -> str:
     """How a file is read: `.csv` (cells with any delimiter), `.json`, `.parquet`, `fasttext`,
-    `.txt` (texts); empty for a folder."""
+    `conll`, `.txt` (texts); empty for a folder."""
     kind = format_of(path)
     if kind in ("", ".parquet"):
         return kind
     if kind.startswith(".json"):
         return ".json"
+    if kind in text_files.CONLL:
+        return "conll"
+    is_plain = kind in (".txt", ".tsv") and settings.delimiter is None
+    if is_plain and text_files.is_conll(text_files.first_lines(path, settings)):
+        return "conll"
     if text_files.delimiter_of(path, settings):
         return ".csv"
     lines = text_files.first_lines(path, settings, 3)
@@ -280,10 +285,22 @@ def _batches(values: Iterable[Any], path: Path) -> Iterator[pyarrow.RecordBatch]
         names = list(dict.fromkeys(name for row in rows for name in row))
         arrays = []
         for name in names:
-            values = [row.get(name) for row in rows]
+            values = [_as_arrow(row.get(name)) for row in rows]
             arrays.append(_array(values, path, first_row, name))
         yield pyarrow.record_batch(arrays, names)
         first_row += len(rows)
+
+
+def _as_arrow(cell: Any) -> Any:
+    """Lists of numbers and texts, as `[[0, 2, "PER"]]`, become texts: Arrow has no such lists."""
+    if not isinstance(cell, list):
+        return cell
+    items = []
+    for item in cell:
+        if isinstance(item, list) and {str, int}.issubset(map(type, item)):
+            item = list(map(str, item))
+        items.append(item)
+    return items
 
 
 def parse_json(path: Path, settings: TextSettings) -> Iterator[Any]:
@@ -356,6 +373,7 @@ _ROWS: dict[str, Callable[[Path, TextSettings], Iterator[Any]]] = {
     "": text_files.rows_by_class,
     ".json": parse_json,
     "fasttext": text_files.fasttext_rows,
+    "conll": text_files.conll_rows,
 }
 _BLOCKS: dict[str, Callable[[Path, TextSettings], Iterator[Any]]] = {
     ".csv": text_files.read_csv,
@@ -380,11 +398,8 @@ def _load_demo(source: demo.Demo, path: Path) -> Rows:
     import datasets
 
     rows = source.read(path)
-    names = ["text", "title", "label"]
-    if len(rows[0]) == 2:
-        names.remove("title")
     columns = map(list, zip(*rows, strict=True))
-    return Rows(datasets.Dataset.from_dict(dict(zip(names, columns, strict=True))))
+    return Rows(datasets.Dataset.from_dict(dict(zip(source.columns, columns, strict=True))))
 
 
 def read_hub(name: str, config: str | None = None) -> dict[str, Table]:

@@ -144,7 +144,7 @@ def _find_columns(settings: Any, train: Table) -> tuple[tuple[str, ...], tuple[s
     read = [name for column in texts for name in train.columns_of(column)]
     if setting is not None and not predicted:
         others = [name for name in train.rows.column_names if name not in read]
-        raise unclear_column(train, setting, others)
+        raise unclear_column(train, setting, others, targets.reads_objects)
     both = sorted(set(read).intersection(predicted))
     if both:
         raise UserError(

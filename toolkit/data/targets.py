@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,8 +12,13 @@ import numpy as np
 
 from toolkit.config import TaskSettings
 from toolkit.data.batches import Collator
+from toolkit.data.encode import encode_blocks
+from toolkit.data.read import read_tables
 from toolkit.data.table import Table
+from toolkit.data.token_files import save_texts, save_tokens
+from toolkit.data.tokenizer_check import spelling_notes
 from toolkit.data.tokens import Split
+from toolkit.data.unknown import unknown_notes
 
 
 def targets_of(settings: Any) -> type[Targets]:
@@ -32,6 +38,8 @@ class Targets:
     """The setting that names their column; None if they need only the text."""
     usual_columns: ClassVar[tuple[str, ...]]
     """Common names of that column."""
+    reads_objects: ClassVar[bool] = False
+    """Whether that column may hold lists of objects."""
     split_class: ClassVar[type[Split]] = Split
     """The class that a prepared split is loaded as."""
     pipeline_tag: ClassVar[str] = "text-classification"
@@ -50,6 +58,11 @@ class Targets:
     @classmethod
     def check(cls, settings: Any, tokenizer: Any) -> None:
         """Raises UserError for a tokenizer that cannot encode them."""
+
+    @classmethod
+    def tables(cls, settings: Any) -> dict[str, Table]:
+        """The splits that the settings name, as `find` reads them. Raises UserError."""
+        return read_tables(settings.data)
 
     @classmethod
     def data_facts(cls, settings: Any) -> dict[str, Any]:
@@ -101,6 +114,18 @@ class Targets:
         """(samples,) the class of each sample, for a stratified validation split; None if there are
         no classes."""
 
+    def write(
+        self,
+        folder: Path,
+        table: Table,
+        encoded: np.ndarray,
+        tokenizer: Any,
+        max_length: int,
+    ) -> list[str]:
+        """Writes the tokens of a split, a sample for each text, and its targets. Returns notes."""
+        notes = list(write_tokens(folder, table, tokenizer, max_length))
+        return notes + self.save(folder, table, encoded, tokenizer)
+
     def save(
         self, folder: Path, table: Table, encoded: np.ndarray, tokenizer: Any
     ) -> list[str]:
@@ -108,3 +133,22 @@ class Targets:
         `split_class` reads. Returns notes."""
         np.save(folder / "labels.npy", encoded)
         return []
+
+
+def write_tokens(
+    folder: Path, table: Table, tokenizer: Any, max_length: int
+) -> Iterator[str]:
+    """Writes the tokens of a split, and yields notes on them."""
+    split = folder.name
+    texts = table.texts()
+    if split != "train":  # for reports
+        texts = save_texts(folder / "texts.jsonl", texts)
+    blocks = encode_blocks(tokenizer, texts, max_length, len(table), f"tokens of {split}")
+    counts = save_tokens(folder, blocks, unknown=tokenizer.unk_token_id)
+    np.save(folder / "rows.npy", table.row_numbers)
+    yield from unknown_notes(split, counts, table, tokenizer)
+    if split == "train":
+        yield from spelling_notes(table, tokenizer)
+    if counts.truncated:
+        share = f"{100 * counts.truncated / len(table):.1f} %"
+        yield f"{split}: {share} of the texts are cut at {max_length} tokens (--max_length)"

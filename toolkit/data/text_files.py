@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     import pyarrow
 
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open}
-FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt")
+CONLL = (".conll", ".bio", ".bmes")
+FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", *CONLL)
 TAB = "\t"
 DELIMITERS = {".csv": ",", ".tsv": TAB}
 BLOCK_ROWS = 512
@@ -54,6 +55,8 @@ _NO_TEXT = {
 _UNIT = "\x1f"
 """ASCII's unit separator, which stands for a delimiter of several characters: `csv` takes one."""
 _FASTTEXT_LABEL = re.compile(r"(?<!\S)__label__(\S+)\s*")
+_TAGGED = re.compile(r"\S.*\s(O|[BIMESLU]-\S+)")
+"""A line of CoNLL columns: a token, and last its tag."""
 
 
 def format_of(path: Path) -> str:
@@ -152,6 +155,10 @@ def is_fasttext(lines: list[str]) -> bool:
     return any(map(_FASTTEXT_LABEL.search, lines))
 
 
+def is_conll(lines: list[str]) -> bool:
+    return bool(lines) and all(map(_TAGGED.fullmatch, lines))
+
+
 def likely_delimiter(lines: list[str]) -> str:
     """What all lines have equally often: several signs, or a usual one; empty for nothing."""
     signs = re.findall(r"(?<=\w)\s?([^\w\s]{2,})(?=\s?\w)", "".join(lines[:1]))
@@ -220,6 +227,32 @@ def fasttext_rows(path: Path, settings: TextSettings) -> Iterator[dict[str, Any]
             if not is_multi:
                 labels = "".join(labels)
             yield {"text": _FASTTEXT_LABEL.sub("", line).strip(), "label": labels}
+
+
+def conll_rows(path: Path, settings: TextSettings) -> Iterator[dict[str, Any]]:
+    """CoNLL columns, `token ... tag`, blank lines between sentences: the `tokens` and `tags` of
+    each sentence, and the number of its first `line`. Raises UserError for a line without a tag."""
+    tokens: list[str] = []
+    tags: list[str] = []
+    with open_text(path, settings) as text:
+        # a blank line ends the last sentence, too
+        for number, line in enumerate(itertools.chain(text, ["\n"]), 1):
+            fields = line.rstrip("\r\n").split(TAB)
+            if len(fields) == 1 or not line.strip():
+                fields = line.split()
+            if not fields or fields[0] == "-DOCSTART-":
+                if tokens:
+                    yield {"tokens": tokens, "tags": tags, "line": number - len(tokens)}
+                tokens, tags = [], []
+                continue
+            if len(fields) == 1 or not fields[0]:
+                remedy = "a line is `token<TAB>tag`, and blank between sentences"
+                raise UserError(
+                    f"{path}, line {number}: {line.strip()[:40]!r} is not a token and its tag: "
+                    f"{remedy}"
+                )
+            tokens.append(fields[0])
+            tags.append(fields[-1].strip())
 
 
 def files_by_class(folder: Path) -> list[Path]:

@@ -64,6 +64,15 @@ class Counts:
     has_unknown: list[np.ndarray] = field(default_factory=list)
     """(texts,) bool of each block: whether a text has an unknown token."""
 
+    def add(self, ids: np.ndarray, lengths: np.ndarray, unknown: int | None) -> None:
+        """Counts the tokens (T,) of texts one after another, (texts,) their lengths."""
+        seen = np.append(0, np.cumsum(ids == unknown))
+        ends = np.cumsum(lengths)
+        in_text = seen[ends] - seen[ends - lengths]  # (texts,)
+        self.tokens += len(ids)
+        self.unknown += int(seen[-1])
+        self.has_unknown.append(in_text > 0)
+
 
 def save_tokens(
     folder: Path,
@@ -90,13 +99,8 @@ def save_tokens(
                     path = folder / "token_types.npy"
                     append_types = files.enter_context(append_to_npy(path, np.int8))
                 append_types(block.types)
-            counts.tokens += len(block.ids)
             counts.truncated += block.truncated
-            seen = np.append(0, np.cumsum(block.ids == unknown))
-            ends = np.cumsum(block.lengths)
-            in_text = seen[ends] - seen[ends - block.lengths]  # (texts,)
-            counts.unknown += int(seen[-1])
-            counts.has_unknown.append(in_text > 0)
+            counts.add(block.ids, block.lengths, unknown)
     return counts
 
 
@@ -119,22 +123,32 @@ def split_of_texts(
     texts: TextBlock,
     shared_as: str | None = None,
 ) -> Split:
-    """A split of texts in memory; all labels are 0.
-
-    With `shared_as`, a digest, it lies in a cache folder that one process per machine writes and
-    the caller removes."""
+    """A split of texts in memory; all labels are 0. `shared_as`: as for `split_of_arrays`."""
 
     def encode() -> dict[str, np.ndarray]:
         rows = np.arange(len(texts[0]), dtype=np.int64)
         arrays = encode_texts(tokenizer, texts, max_length)
         return arrays | {"rows": rows, "labels": np.zeros_like(rows)}
 
+    return split_of_arrays(encode, model_config, shared_as)
+
+
+def split_of_arrays(
+    make_arrays: Callable[[], dict[str, np.ndarray]],
+    model_config: Any,
+    shared_as: str | None = None,
+    split_class: type[Split] = Split,
+) -> Split:
+    """The split of these arrays, by the names of its fields.
+
+    With `shared_as`, a digest, it lies in a cache folder that one process per machine writes and
+    the caller removes."""
     name = "texts"
     if shared_as is None:
-        return Split(name, Path(), **of_model(encode(), model_config))
+        return split_class(name, Path(), **of_model(make_arrays(), model_config))
     with cached_folder("tokens", shared_as, None, "texts to predict") as (folder, draft):
         if draft:
             (draft / name).mkdir()
-            for file, array in encode().items():
+            for file, array in make_arrays().items():
                 np.save(draft / name / f"{file}.npy", array)
-    return load_split(folder, name, model_config)
+    return load_split(folder, name, model_config, split_class)

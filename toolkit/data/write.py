@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from toolkit.data.label_cells import to_float
-from toolkit.data.text_files import DELIMITERS, OPENERS, format_of
+from toolkit.data.text_files import CONLL, DELIMITERS, OPENERS, format_of
 from toolkit.errors import UserError
 
 _FORMULA = re.compile(r"\s*[=+@＝＋＠－-].", re.DOTALL)
@@ -62,7 +62,7 @@ def without_formula(cell: Any) -> Any:
 def output_format(path: Path) -> str:
     """The format of a file to write. Raises UserError for one that is read only."""
     kind = format_of(path)
-    if kind == ".txt":
+    if kind in (".txt", *CONLL):
         raise UserError(f"{path}: name it .csv, .tsv, .json, .jsonl or .parquet")
     return kind
 

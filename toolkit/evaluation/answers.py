@@ -13,7 +13,9 @@ import torch
 
 from toolkit.config import ModelSettings, ProblemType
 from toolkit.data.labels import MULTI, REGRESSION, SINGLE, Labels
-from toolkit.data.table import Table
+from toolkit.data.table import Table, TextBlock
+from toolkit.data.token_files import split_of_texts
+from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.metrics import classification_metrics
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, predict
@@ -31,11 +33,23 @@ class Answers:
         """Loads the saved model. Raises UserError if it cannot be loaded."""
         raise NotImplementedError
 
+    def split(
+        self,
+        tokenizer: Any,
+        model_config: Any,
+        max_length: int,
+        texts: TextBlock,
+        shared_as: str | None,
+    ) -> Split:
+        """The samples to compute for these texts; the arguments of `split_of_texts`."""
+        return split_of_texts(tokenizer, model_config, max_length, texts, shared_as)
+
     def outputs(
         self, accelerator: Any, model: Any, split: Any, tokenizer: Any, *sizes: Any
     ) -> Any:
-        """The outputs for a whole split, in its order, on the main process, None on the others; a
-        collective, called under autocast. `sizes`: as for `toolkit.evaluation.outputs.predict`."""
+        """The outputs for all texts of a split, in their order, on the main process, None on the
+        others; a collective, called under autocast. `sizes`: as for
+        `toolkit.evaluation.outputs.predict`."""
         raise NotImplementedError
 
     def answers(self, outputs: Any) -> Iterator[dict[str, Any]]:

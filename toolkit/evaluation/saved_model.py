@@ -29,7 +29,6 @@ from toolkit.data.options import REMEMBERED
 from toolkit.data.read import files_of
 from toolkit.data.table import Table
 from toolkit.data.text_files import delimiter_of, first_lines, format_of, undecodable_lines
-from toolkit.data.token_files import split_of_texts
 from toolkit.data.tokenizer import (
     choose_max_length,
     load_tokenizer,
@@ -197,9 +196,8 @@ class SavedModel:
         shared_as = None
         if identity and self.accelerator.num_processes > 1:
             shared_as = digest_of_text(identity)
-        return split_of_texts(
-            self.tokenizer, self.config, self.max_length, columns, shared_as
-        )
+        options = (self.tokenizer, self.config, self.max_length)
+        return self.answers.split(*options, columns, shared_as)
 
     def compute_outputs(self, split: Split) -> Any:
         """The outputs for a whole split on the main process, None on the others; a collective."""

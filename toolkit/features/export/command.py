@@ -90,7 +90,8 @@ def _open_model(name: str) -> tuple[SavedModel, ClassAnswers]:
     saved = SavedModel(name)
     if not isinstance(saved.answers, ClassAnswers):
         raise UserError(
-            f"{name} writes titles: toolkit export takes classifiers and regressions"
+            f"{name} is no classifier or regression, which toolkit export takes: "
+            "toolkit predict computes it with torch"
         )
     if LengthBuckets.of_model(saved.config):
         why = "which only torch has here: use toolkit predict"

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 from accelerate.utils import broadcast_object_list
 
 from toolkit import api
@@ -150,11 +149,11 @@ def _compute(job: Job, parts: Parts, finished: dict[str, int], names: list[str])
     count = 0
     empty: list[int] = []
     unanswered = 0
-    for part, texts, split in in_background(_tokenized(job, finished)):
+    for part, start, texts, split in in_background(_tokenized(job, finished)):
         outputs = job.saved.compute_outputs(split)
         job.saved.remove_tokens(f"{job.identity} {part}")
-        count += len(split)
-        empty += split.rows[empty_rows(texts)].tolist()
+        count += len(texts[0])
+        empty += [start + row for row in empty_rows(texts)]
         if outputs is not None:
             columns = columns_of(job.saved.answers, outputs, names)
             if output_format(parts.output) in DELIMITERS:
@@ -174,8 +173,8 @@ def _compute(job: Job, parts: Parts, finished: dict[str, int], names: list[str])
 
 def _tokenized(
     job: Job, finished: dict[str, int]
-) -> Iterator[tuple[str, list[list[str]], Split]]:
-    """(the file name of a part, the texts of its rows, their tokens)."""
+) -> Iterator[tuple[str, int, list[list[str]], Split]]:
+    """(the file name of a part, its first row, the texts of its rows, their tokens)."""
     import datasets
 
     number, shards = job.options.shard or (1, 1)
@@ -185,9 +184,8 @@ def _tokenized(
         table = Table.of(datasets.Dataset(rows, fingerprint="rows"), job.table.name)
         texts = job.saved.read_texts(table, job.columns)
         split = job.saved.tokenize(texts, f"{job.identity} {part}")
-        ids = start + np.arange(len(split))
-        name = f"rows {ids[0] + 1} to {ids[-1] + 1} of {len(job.table)}"
-        yield part, texts, replace(split, name=name, rows=ids)
+        name = f"rows {start + 1} to {start + len(texts[0])} of {len(job.table)}"
+        yield part, start, texts, replace(split, name=name, rows=start + split.rows)
 
 
 def in_background(items: Iterator[_Item]) -> Iterator[_Item]:
