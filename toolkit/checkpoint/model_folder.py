@@ -38,7 +38,7 @@ from toolkit.utils.files import read_json_object, replace_folder, write_new
 
 ADAPTER_FOLDER = "adapter"
 _MODEL_FILE, _ADAPTER_FILE = "model.safetensors", "adapter_model.safetensors"
-_LENGTH = "sentence_bert_config.json"  # sentence-transformers' name
+LENGTH_FILE = "sentence_bert_config.json"  # sentence-transformers' name
 _RECORD = "trainer_state.json"  # with `global_step`: as transformers' Trainer writes it
 _PREFIX, _BASE, _HEAD = "base_model.model.", ".base_layer.", ".modules_to_save.default."
 _LORA_A, _LORA_B = ".lora_A.default.weight", ".lora_B.default.weight"
@@ -158,7 +158,7 @@ def write_length(max_length: int, folder: Path) -> None:
     """Writes the length of training, in tokens, where servers look for it: Text Embeddings
     Inference and vLLM would else read as many tokens as the model has positions."""
     content = {"max_seq_length": max_length, "do_lower_case": False}
-    (folder / _LENGTH).write_text(json.dumps(content) + "\n", encoding="utf-8")
+    (folder / LENGTH_FILE).write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
 def read_step(folder: Path) -> int | None:

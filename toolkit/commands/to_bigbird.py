@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+from toolkit.data.options import add_self_test_option
 from toolkit.utils.features import Command
 
 
@@ -20,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("out", metavar="OUT", help="the folder to create")
     longest = "the longest text that OUT reads, in tokens [4096]"
     add("--max_length", type=int, metavar="N", default=4096, help=longest)
+    add_self_test_option(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -31,7 +33,7 @@ def run(arguments: argparse.Namespace) -> None:
     from toolkit.evaluation.self_test import check_folder, write_self_test
     from toolkit.models.to_bigbird import SparseSizes, to_bigbird
 
-    check_folder(arguments.bert)
+    check_folder(arguments.bert, arguments.self_test)
     sizes = SparseSizes(arguments.max_length)
     lines = to_bigbird(arguments.bert, Path(arguments.out), sizes)
     write_self_test(Path(arguments.out))

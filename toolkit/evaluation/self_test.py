@@ -4,13 +4,14 @@ Written from the folder itself, by transformers alone, in float32 on the CPU, te
 in one padded batch, which shows a wrong mask, too. The texts are ours: no text of a user is
 published with a model.
 
-    versions, weights    of the libraries; a digest of the files of weights
-    max_length, classes  tokens that are read of a text; names of a classifier's outputs
-    tokenizer_json       whether that file makes the same tokens: servers read it
-    tolerance            see `TOLERANCE`
-    cases                text or pair (the first repeated `times` times), input_ids, and outputs:
-                         at most 32 of the model's numbers, evenly spaced; none of no token, of
-                         the last text, and where a BigBird's depend on the batch
+    versions, weights      of the libraries; a digest of the files of weights
+    max_length             tokens that are read of a text
+    classes, problem_type  names of a classifier's outputs, and what they mean
+    tokenizer_json         whether that file makes the same tokens: servers read it
+    tolerance              see `TOLERANCE`
+    cases                  text or pair (the first repeated `times` times), input_ids, and outputs:
+                           at most 500 of the model's numbers, evenly spaced; none of no token, of
+                           the last text, and where a BigBird's depend on the batch
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch
 import transformers
 from transformers.utils import cached_file
 
+from toolkit.checkpoint.model_folder import LENGTH_FILE
 from toolkit.config import ModelSettings
 from toolkit.data.tokenizer import choose_max_length, has_token_types, load_tokenizer
 from toolkit.data.tokenizer_check import (
@@ -40,9 +42,9 @@ from toolkit.data.tokenizer_check import (
 )
 from toolkit.data.tokens import LengthBuckets
 from toolkit.demo import model_path
-from toolkit.errors import UserError, listing
+from toolkit.errors import UserError, first_line, listing
 from toolkit.models.classifier import from_pretrained
-from toolkit.pretrained import load_config, quiet_transformers
+from toolkit.pretrained import load_config, quiet_transformers, refuse_random
 from toolkit.utils.cache import digest_of_files
 from toolkit.utils.features import features
 from toolkit.utils.files import read_json_object, replace_file
@@ -54,7 +56,7 @@ TOLERANCE = {"no": 1e-3, "fp16": 3e-2, "bf16": 1e-1}
 """By precision: how far outputs may differ, relative to how far those of different texts do."""
 _ROUNDED = {"torch.float16": TOLERANCE["fp16"], "torch.bfloat16": TOLERANCE["bf16"]}
 """The same for weights that were cast since, by their dtype in config.json."""
-_MOST_OUTPUTS = 32
+_MOST_OUTPUTS = 500
 _PACKAGES = ("torch", "transformers", "tokenizers")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.onnx", "openvino_model.*")
 
@@ -79,7 +81,9 @@ def load_plainly(folder: Path) -> Loaded:
         if model is not None:
             return Loaded(folder, tokenizer, config, model)
     model_class = getattr(transformers, config.architectures[0])
-    model, _ = from_pretrained(model_class, str(folder), config)
+    model, loading = from_pretrained(model_class, str(folder), config)
+    missing = loading["missing_keys"]
+    refuse_random(str(folder), (key for key in missing if "pooler" not in key))
     return Loaded(folder, tokenizer, config, model)
 
 
@@ -124,6 +128,7 @@ def write_self_test(folder: Path, tolerance: float = TOLERANCE["no"]) -> None:
         "weights": _digest_of_weights(folder),
         "max_length": length,
         "classes": _classes(config),
+        "problem_type": config.problem_type,
         "tokenizer_json": ids_of_file(folder, tokenizer, texts, length) == ids,
         "tolerance": tolerance,
         "cases": cases,
@@ -139,17 +144,27 @@ def check_self_test(loaded: Loaded, mode: str = "error", precision: str = "no") 
     file = loaded.folder / FILE
     if mode == "off" or not file.is_file():
         return False
-    test = read_json_object(file)
-    fault = _tokenizer_fault(loaded, test) or _output_fault(loaded, test, precision)
+    try:
+        test = read_json_object(file)
+        fault = _tokenizer_fault(loaded, test) or _output_fault(loaded, test, precision)
+        since = _since(test["versions"])
+    except Exception as error:
+        fault, since = f"{FILE} cannot be compared", f" [{first_line(error)}]"
     if fault:
-        saved, now = test["versions"], versions(_PACKAGES)
-        others = [f"{name} {saved[name]}" for name in saved if saved[name] != now.get(name)]
-        since = f" [saved with {listing(others)}]" if others else ""
         line = f"{loaded.folder} does not answer as when it was saved: {fault}{since}"
         if mode == "error":
-            raise UserError(f"{line}. To use it all the same: --self_test warn")
+            raise UserError(
+                f"{line}. Copy it again, or convert the run's checkpoint; if you know why it differs, "
+                "load it with --self_test warn"
+            )
         log_on_rank_0(line, logging.WARNING)
     return True
+
+
+def _since(saved: dict[str, Any]) -> str:
+    now = versions(_PACKAGES)
+    others = [f"{name} {saved[name]}" for name in saved if saved[name] != now.get(name)]
+    return f" [saved with {listing(others)}]" if others else ""
 
 
 def _tokenizer_fault(loaded: Loaded, test: dict[str, Any]) -> str | None:
@@ -157,6 +172,14 @@ def _tokenizer_fault(loaded: Loaded, test: dict[str, Any]) -> str | None:
     classes, length = _classes(config), choose_max_length(None, tokenizer, config)
     if classes != test["classes"]:
         return f"its classes are {listing(classes)} instead of {listing(test['classes'])}"
+    if config.problem_type != test["problem_type"]:
+        return f"problem_type is {config.problem_type} instead of {test['problem_type']}"
+    served = folder / LENGTH_FILE
+    if (
+        served.is_file()
+        and read_json_object(served)["max_seq_length"] != test["max_length"]
+    ):
+        return f"{LENGTH_FILE}, which servers read, has another length"
     if length != test["max_length"]:
         return f"it reads {length} tokens of a text instead of {test['max_length']}"
     texts = [_text_of(case) for case in test["cases"]]

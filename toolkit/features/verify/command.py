@@ -114,6 +114,8 @@ def run(options: argparse.Namespace, words: list[str]) -> NoReturn:
     Exits with 0, or 1 if one differs or fails. Raises OSError for a recipe that cannot be read, and
     UserError for a model folder that answers otherwise than when it was saved, or may do."""
     if Path(options.recipe).is_dir():
+        if words:
+            raise UserError(f"a model folder is verified without {' '.join(words)}")
         _verify_model(options.recipe)
         sys.exit(0)
     digest = digest_of_file(Path(options.recipe))
