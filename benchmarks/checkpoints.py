@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -72,8 +71,8 @@ def main() -> None:
     add("--processes", type=int, default=2)
     add("--layers", type=int, default=12)
     add("--hidden", type=int, default=768, help="24 layers of 1024: 330 million weights")
-    add("--together", action="store_true", help="one start for all runs but that without saves; on "
-        "a CPU the peak of a run is then that of all before it, too")  # fmt: skip
+    add("--together", action="store_true", help="one start for the runs that save or resume; the "
+        "memory of the later ones, which would hold what the first left, is not in the row")  # fmt: skip
     add("--json", help="a file for the figures, for benchmarks/gpu_report.py")
     options = parser.parse_args()
     rows = []
@@ -120,8 +119,10 @@ def measure(strategy: str, folder: Path, options: Namespace) -> dict[str, Any]:
     }
     titles = {"plain": "GB without saves", "saved": "GB, saving", "behind": "GB, in the background",
               "resumed": "GB, resumed"}  # fmt: skip
-    for name in runs:
-        row[titles[name]] = max(line["peak_memory_bytes"] for line in lines[name]) / 1e9
+    if options.together:
+        titles = {"saved": titles["saved"]}
+    for name, title in titles.items():
+        row[title] = max(line["peak_memory_bytes"] for line in lines[name]) / 1e9
     return row
 
 
@@ -140,11 +141,9 @@ def start(folder: Path, jobs: list[list[str]], way: list[str]) -> None:
     """Runs recipes one after the other in one group of processes."""
     (folder / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
     command = [sys.executable, "tests/jobs_worker.py", str(folder / "jobs.json"), *way]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True,
-        preexec_fn=stop_with_parent,
-    )  # fmt: skip
+        command, cwd=ROOT, capture_output=True, text=True, preexec_fn=stop_with_parent
+    )
     if done.returncode:
         sys.exit(done.stderr[-3000:])
 

@@ -54,21 +54,20 @@ class Part:
     """Products with each weight for a token (3 in training, 1 without), for the share of the peak."""
 
 
-# How large the parts are: with --rehearse as in SMALL
+# How large the parts are; with --rehearse as in SMALL
 FULL = {
-    "layers": "12", "batch": "64", "texts": "256", "steps": "46", "rows": "16384", "start": "512",
-    "base": "--layers 12", "large": "--layers 24 --hidden 1024", "tokens": "4096", "some": "",
+    "layers": "12", "large": "24 --hidden 1024", "data": "demo:imdb", "batch": "64",
+    "large_batch": "256", "steps": "46", "texts": "long", "rows": "16384", "start": "512",
+    "tokens": "4096", "some": "",
 }  # fmt: skip
 SMALL = {
-    "layers": "1", "batch": "4", "texts": "8", "steps": "2", "rows": "200", "start": "8",
-    "base": "--layers 1", "large": "--layers 2", "tokens": "768", "some": " and ddp",
+    "layers": "1", "large": "2", "data": "demo:rotten-tomatoes", "batch": "4", "large_batch": "8",
+    "steps": "2", "texts": "short", "rows": "200", "start": "8", "tokens": "768", "some": " and ddp",
 }  # fmt: skip
 TEST = "-m pytest -m gpu -p gpu_report -p no:cacheprovider -n {workers} tests/test_gpu.py -k"
-TRAIN = (
-    "benchmarks/against_trainer.py --json {figures} --rounds 1 --layers {layers} --data demo:imdb"
-)
+TRAIN = "benchmarks/against_trainer.py --json {figures} --rounds 1 --layers {layers} --data {data}"
 TRAIN += " --steps {steps}"
-PREDICT = "benchmarks/predict.py --json {figures} --rounds 1 --layers {layers} --texts long"
+PREDICT = "benchmarks/predict.py --json {figures} --rounds 1 --layers {layers} --texts {texts}"
 PREDICT += " --rows {rows} --without_start {start}"
 SAVE = "benchmarks/checkpoints.py --json {figures} --processes 1 --together"
 BIGBIRD = "benchmarks/bigbird.py --json {figures} --rounds 1 --repeats 5 --layers {layers}"
@@ -78,13 +77,14 @@ PARTS = [
     Part(TESTS, "a run, its resume and its conversion under each strategy", f"{TEST} 'a_strategy{{some}}'", 180),
     Part("Training, texts of up to 512 tokens", "", f"{TRAIN} --length 512 --batch {{batch}} "
          "--contestants 'ours, padding-free' Trainer", 150, 3),
-    Part("Training, texts of 128 tokens", "", f"{TRAIN} --length 128 --batch {{texts}} --contestants Trainer", 90, 3),
+    Part("Training, texts of 128 tokens", "",
+         f"{TRAIN} --length 128 --batch {{large_batch}} --contestants Trainer", 90, 3),
     Part("Pretraining, texts of 128 tokens", "",
-         f"{TRAIN} --task mlm --length 128 --batch {{texts}} --contestants Trainer", 100),
+         f"{TRAIN} --task mlm --length 128 --batch {{large_batch}} --contestants Trainer", 100),
     Part("Prediction and evaluation, texts of up to 512 tokens", "",
          f"{PREDICT} --contestants 'Trainer, tuned' 'torch bf16' 'evaluate bf16'", 180, 1),
-    *(Part(SAVING.format(110), name, f"{SAVE} {{base}} --strategies {name}", 75) for name in STRATEGIES),
-    *(Part(SAVING.format(330), name, f"{SAVE} {{large}} --strategies {name}", 150) for name in STRATEGIES),
+    *(Part(SAVING.format(110), name, f"{SAVE} --layers {{layers}} --strategies {name}", 75) for name in STRATEGIES),
+    *(Part(SAVING.format(330), name, f"{SAVE} --layers {{large}} --strategies {name}", 150) for name in STRATEGIES),
     Part("BigBird: a training step on one text", "", f"{BIGBIRD} --tokens {{tokens}} --device {{device}}", 150),
     Part(TESTS, "gradients in bf16 and fp16, the precision of auto",
          f"{TEST} '(gradients or this_hardware){{some}}'", 240),
@@ -97,8 +97,12 @@ contestants of a part ran one after the other; each `Trainer` is tuned, as its b
 share of the peak counts the products with the weights of the layers, and those of attention at the
 mean length. Runs that were saved and resumed are in float32; the difference is the largest relative
 one of a step's loss after the resume."""
-PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
-"""Dense bf16 operations a second, from NVIDIA's data sheets (H100, H200, A100: SXM)."""
+PEAKS = {
+    "NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100 80GB PCIe": 312e12, "NVIDIA L40S": 362e12,
+    "NVIDIA L4": 121e12,
+}  # fmt: skip
+"""Dense bf16 operations a second, from NVIDIA's data sheets."""
 
 
 def main() -> int:
@@ -325,9 +329,7 @@ def with_share(
     tokens = row["tokens of a text"]
     speed = tokens * row.get("samples/s", row.get("rows/s"))
     row = {**row, "tokens/s": speed}
-    peak = next(
-        (peak for name, peak in PEAKS.items() if name in device.replace("-", " ").split()), None
-    )
+    peak = PEAKS.get(device)
     if part.passes and peak:
         operations = operations_per_token(int(sizes["layers"]), tokens, part.passes)
         row["share of the peak"] = speed * operations / peak

@@ -69,5 +69,5 @@ def test_the_share_of_the_peak_is_that_of_an_earlier_measurement(
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import gpu_report
 
-    share = 581636 * gpu_report.operations_per_token(12, 128, 3) / gpu_report.PEAKS["H200"]
+    share = 581636 * gpu_report.operations_per_token(12, 128, 3) / gpu_report.PEAKS["NVIDIA H200"]
     assert share == pytest.approx(0.311, rel=0.02)
