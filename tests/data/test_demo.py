@@ -37,3 +37,9 @@ def test_the_demo_data_sets(name: str) -> None:
         assert sum("\n" in text for text in texts) > 10_000  # paragraphs are kept
     if name == "demo:bbc":
         assert (table[0]["title"], found[0]) == ("Ad sales boost Time Warner profit", "business")
+
+
+def test_demos_of_one_file_have_tokens_of_their_own() -> None:
+    """A run on one of them read the cached tokens of another."""
+    names = ("demo:rotten-tomatoes", "demo:imdb", "demo:imdb-long")
+    assert len({read_demo(name)["train"].digest for name in names}) == 3
