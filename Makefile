@@ -41,7 +41,7 @@ test test-all: install
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu -rs -n $(WORKERS)
 
-# Tests and measures the most important of it on one card in 12 minutes, and writes benchmarks/results/gpu-NAME.md;
+# Tests and measures the most important of it on one card in 12 minutes, and writes a page to benchmarks/results;
 # the same command goes on where it ended. Without a GPU: .venv/bin/python benchmarks/gpu_report.py --rehearse
 gpu-report: install
 	$(BIN)/python benchmarks/gpu_report.py

@@ -183,6 +183,7 @@ class Report:
         self.conditions = conditions
         self.page = free_page(pages, conditions["device"])
         self.results: dict[str, Any] = {}
+        folder.mkdir(parents=True, exist_ok=True)
         state = folder / "state.json"
         if state.is_file():
             before = json.loads(state.read_text(encoding="utf-8"))

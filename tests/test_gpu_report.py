@@ -33,7 +33,7 @@ parts = [Part("Speed", name, f"{folder}/part.py {name} {folder}", 1.0 if name ==
 parts.append(Part(TESTS, "two", f"-m pytest -n 2 -p gpu_report {folder}/test_them.py", 60))
 parts.append(Part("Long", "", "-c pass", 1e6))
 facts = {"device": "NVIDIA X", "rehearsal": False}
-Report(parts, {"device": "cuda"}, folder, folder, facts).run(300)
+Report(parts, {"device": "cuda"}, folder / "new" / "state", folder, facts).run(300)
 """
 
 
@@ -57,7 +57,7 @@ def test_parts_run_in_order_within_limits_and_go_on_after_a_kill(tmp_path: Path)
     assert results["Speed: slow"] == "not done after 1 s"
     assert results["Speed: wrong"].startswith("no such model")
     assert results["Long"] == "not run"
-    state = json.loads((tmp_path / "state.json").read_text())
+    state = json.loads((tmp_path / "new" / "state" / "state.json").read_text())
     (tests,) = state["results"]["Tests for GPUs: two"]["rows"]
     assert (tests["passed"], tests["failed"], tests["failed tests"]) == (1, 1, "test_two")
 
