@@ -12,7 +12,7 @@ CONFIG ?= accelerate_configs/$(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null |
 WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: install demo test test-all test-gpu lint docs benchmarks clean
+.PHONY: install demo test test-all test-gpu gpu-report lint docs benchmarks clean
 
 install: $(INSTALLED)
 
@@ -40,6 +40,11 @@ test test-all: install
 # Tests that need a GPU: every strategy on NCCL, with as many devices as there are.
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu -rs -n $(WORKERS)
+
+# Tests and measures the most important of it on one card in 12 minutes, and writes a page to benchmarks/results;
+# the same command goes on where it ended. Without a GPU: .venv/bin/python benchmarks/gpu_report.py --rehearse
+gpu-report: install
+	$(BIN)/python benchmarks/gpu_report.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -38,7 +38,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from machine import hardware, random_bert, write_page
+from machine import hardware, random_bert, write_page, write_rows
+
+from toolkit.utils.children import stop_with_parent
 
 # Nothing heavy is imported: Linux lets a child's peak begin at its parent's resident size.
 
@@ -60,8 +62,7 @@ def main() -> None:
         print(json.dumps(trainer(options)))
         return
     if options.layers:
-        folder = Path(tempfile.gettempdir()) / f"random-bert-{options.layers}"
-        options.model = str(random_bert(folder, options.layers))
+        options.model = str(random_bert(options.layers))
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in options.contestants}
     for number in range(options.rounds):
         with tempfile.TemporaryDirectory() as folder:
@@ -71,6 +72,7 @@ def main() -> None:
                 print(f"round {number + 1}, {name}: {line}", file=sys.stderr, flush=True)
     page = table(runs, options)
     print(page)
+    write_rows(options.json, rows_of(runs))
     if options.write:
         path = ROOT / "benchmarks" / "results" / "trainer.md"
         write_page(path, f"# Beside transformers.Trainer\n\n{page}\n")
@@ -92,6 +94,7 @@ def parse() -> Namespace:
     add("--fp32", action="store_true", help="for CPUs on which bf16 is slower")
     add("--contestants", nargs="+", choices=[*OURS, *TRAINERS])
     add("--write", action="store_true", help="write benchmarks/results/trainer.md")
+    add("--json", help="a file for the figures, for benchmarks/gpu_report.py")
     add("--worker", nargs=2, help=argparse.SUPPRESS)  # contestant, folder
     options = parser.parse_args()
     options.data = options.data or DATA[options.length]
@@ -103,15 +106,19 @@ def parse() -> Namespace:
 
 
 def measure(name: str, folder: Path, options: Namespace) -> dict[str, float]:
-    """Samples per second, loss, and the peak memory, in bytes, of a contestant's run."""
+    """Samples per second, tokens of a sample, loss, and the peak memory, in bytes, of a
+    contestant's run."""
     if name in OURS:
         run = folder / name
         peak = spawn([*recipe_of(options), *OURS[name], "--output_dir", str(run)])[1]
         lines = [json.loads(line) for line in (run / "metrics.jsonl").open(encoding="utf-8")]
-        seconds = sum(line["samples"] / line["samples_per_second"] for line in lines[WARM:])
+        timed = lines[WARM:]
+        samples = options.steps * options.batch
+        seconds = sum(line["samples"] / line["samples_per_second"] for line in timed)
         result = {
-            "samples_per_second": options.steps * options.batch / seconds,
-            "loss": statistics.fmean(line["loss"] for line in lines[WARM:]),
+            "samples_per_second": samples / seconds,
+            "tokens_per_sample": sum(line["tokens"] for line in timed) / samples,
+            "loss": statistics.fmean(line["loss"] for line in timed),
         }
         if json.loads((run / "config.json").read_text())["world"]["device"] != "cpu":
             peak = max(line["peak_memory_bytes"] for line in lines)
@@ -138,7 +145,9 @@ def recipe_of(options: Namespace) -> list[str]:
 def spawn(words: list[str]) -> tuple[str, int]:
     """(output, peak of resident bytes) of a Python program."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=out, stderr=err)
+        process = subprocess.Popen(
+            [sys.executable, *words], cwd=ROOT, stdout=out, stderr=err, preexec_fn=stop_with_parent
+        )
         _, status, usage = os.wait4(process.pid, 0)
         out.seek(0)
         err.seek(0)
@@ -196,6 +205,7 @@ def trainer(options: Namespace) -> dict[str, float]:
     synchronize()
     seconds = time.perf_counter() - started
     measured = {"samples_per_second": options.steps * options.batch / seconds}
+    measured["tokens_per_sample"] = statistics.fmean(len(item["input_ids"]) for item in items)
     measured["loss"] = result.training_loss / (options.batch // micro)
     if on_gpu:
         measured["peak"] = torch.cuda.max_memory_allocated()
@@ -263,6 +273,22 @@ def table(runs: dict[str, list[dict[str, float]]], options: Namespace) -> str:
     how = f"{options.steps} steps, {options.rounds} rounds, {'fp32' if options.fp32 else 'bf16'}"
     command = f"`python benchmarks/against_trainer.py {' '.join(sys.argv[1:])}`"
     return "\n".join([*lines, "", f"{what}, {how}. {hardware()}, {date.today()}. {command}"])
+
+
+def rows_of(runs: dict[str, list[dict[str, float]]]) -> list[dict[str, str | float]]:
+    """The first round."""
+    mine = runs["ours"][0]["samples_per_second"]
+    return [
+        {
+            "": name,
+            "samples/s": each[0]["samples_per_second"],
+            "tokens of a text": each[0]["tokens_per_sample"],
+            "time / ours": mine / each[0]["samples_per_second"],
+            "peak GB": each[0]["peak"] / 1e9,
+            "loss": each[0]["loss"],
+        }
+        for name, each in runs.items()
+    ]
 
 
 def spread(values: list[float], digits: int) -> str:

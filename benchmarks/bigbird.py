@@ -23,11 +23,12 @@ from statistics import median
 from typing import Any
 
 import torch
-from machine import processor
+from machine import processor, write_rows
 from transformers import BigBirdConfig, BigBirdForSequenceClassification, BigBirdModel
 from transformers.utils import logging
 
 from toolkit.models import bigbird
+from toolkit.utils.children import stop_with_parent
 
 ROOT = Path(__file__).resolve().parent.parent
 THEIRS = "transformers"
@@ -48,10 +49,14 @@ def main() -> None:
     parser.add_argument(
         "--write", action="store_true", help="write benchmarks/results/bigbird[-cuda].md"
     )
+    parser.add_argument("--json", help="a file for the model's figures only, of gpu_report.py")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         print(json.dumps(work(options, *options.worker)))
+        return
+    if options.json:
+        write_rows(options.json, measure(options, "model"))
         return
     lines = [conditions(options)]
     for what, title in (("layer", "One attention layer, forward + backward"),
@@ -72,8 +77,8 @@ def names(options: argparse.Namespace) -> list[str]:
     return [THEIRS, "gathered"]
 
 
-def measure_table(options: argparse.Namespace, what: str) -> list[str]:
-    """A table with one row per attention; ratios are to transformers."""
+def measure(options: argparse.Namespace, what: str) -> list[dict[str, Any]]:
+    """A row per attention; ratios are to transformers. One that fails has no figures."""
     firsts, seconds = ({how: list[float]() for how in names(options)} for _ in range(2))
     for _ in range(options.rounds):
         for how, each in seconds.items():
@@ -81,17 +86,31 @@ def measure_table(options: argparse.Namespace, what: str) -> list[str]:
             firsts[how].append(first)
             each.extend(others)
     peaks = {how: min(spawn(options, what, how, "yes"), default=math.nan) for how in names(options)}
-    lines = ["| attention | first step, s | minimum, ms | median, ms | faster (minimum) | faster (median) | peak, MB | "
-             "of the memory |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
-    first, middle = (measure(seconds[THEIRS] or [math.nan]) for measure in (min, median))
+    rows: list[dict[str, Any]] = []
+    theirs = seconds[THEIRS] or [math.nan]
     for how, each in seconds.items():
-        if not each:
-            lines.append(f"| {how} | failed | | | | | | |")
-            continue
-        speed = f"{first / min(each):.2f}x | {middle / median(each):.2f}x"
-        memory = f"{peaks[how] / 1e6:.0f} | {peaks[how] / peaks[THEIRS]:.2f}"
-        times = f"{max(firsts[how]):.1f} | {min(each) * 1e3:.0f} | {median(each) * 1e3:.0f}"
-        lines.append(f"| {how} | {times} | {speed} | {memory} |")
+        row: dict[str, Any] = {"attention": how}
+        if each:
+            row["first step, s"] = max(firsts[how])
+            row["minimum, ms"] = min(each) * 1e3
+            row["median, ms"] = median(each) * 1e3
+            row["faster (minimum)"] = min(theirs) / min(each)
+            row["faster (median)"] = median(theirs) / median(each)
+            row["peak, MB"] = peaks[how] / 1e6
+            row["of the memory"] = peaks[how] / peaks[THEIRS]
+        rows.append(row)
+    return rows
+
+
+def measure_table(options: argparse.Namespace, what: str) -> list[str]:
+    rows = measure(options, what)
+    digits = {"attention": "", "first step, s": ".1f", "minimum, ms": ".0f", "median, ms": ".0f",
+              "faster (minimum)": ".2f", "faster (median)": ".2f", "peak, MB": ".0f",
+              "of the memory": ".2f"}  # fmt: skip
+    lines = [f"| {' | '.join(digits)} |", "|---" * len(digits) + "|"]
+    for row in rows:
+        cells = [format(row[name], how) if name in row else "" for name, how in digits.items()]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -159,7 +178,9 @@ def work(options: argparse.Namespace, what: str, how: str, peak: str) -> list[fl
 def spawn(options: argparse.Namespace, what: str, how: str, peak: str) -> list[float]:
     """`work` in a new process; nothing where it fails, for example out of memory."""
     words = [sys.executable, __file__, *sys.argv[1:], "--worker", what, how, peak]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=900, preexec_fn=stop_with_parent
+    )
     if done.returncode:
         print(f"{what} {how}: {done.stderr[-500:]}", file=sys.stderr, flush=True)
         return []

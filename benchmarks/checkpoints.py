@@ -1,135 +1,159 @@
-"""What a checkpoint costs: a BERT-base of 110 million parameters under ZeRO-3 in two processes.
+"""What a checkpoint costs, and whether a resumed run has the losses of one that was not interrupted.
 
-    python benchmarks/checkpoints.py      (about 6 minutes on 2 cores)
+    python benchmarks/checkpoints.py      ZeRO-3, two processes, 110 million weights: 6 minutes on 2 cores
+    python benchmarks/checkpoints.py --strategies single zero3 --processes 1 --layers 24 --hidden 1024 --together
 
-Prints a row: seconds that training waits for a save, in the background and not, seconds of a resume (from the start to
-the first step, less those of a run that starts at step 0), and the peak resident memory of the largest process without
-saves, with saves and in a resumed run. It measures the toolkit on PYTHONPATH.
+A row per strategy: seconds that training waits for a save, in the background and not; seconds of a resume (reading,
+checking and restoring); the largest relative difference of a resumed step's loss in float32; and the peak memory of
+the largest process (of the GPU, or resident) without saves, with saves and in a resumed run. The model is a BERT with
+random weights. It measures the toolkit on PYTHONPATH.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
+
+from machine import random_bert, write_rows
 
 import toolkit
+from toolkit.utils.children import stop_with_parent
 
 ROOT = Path(toolkit.__file__).resolve().parent.parent
-STEPS = 4
-SETTINGS = ["--config_file", "accelerate_configs/zero3.yaml", "--dropout", "0", "--report_to", "none",
-            "--mixed_precision", "no", "--max_length", "8", "--global_batch_size", "2", "--eval_every", "1000",
-            "--learning_rate", "1e-5"]  # fmt: skip
-# the recipe, which also writes how long each save makes training wait
+STEPS, RESUMED_AT = 6, 4
+SETTINGS = ["--dropout", "0", "--report_to", "none", "--mixed_precision", "no", "--max_length", "8",
+            "--global_batch_size", "8", "--eval_every", "1000", "--learning_rate", "1e-5",
+            "--max_steps", str(STEPS), "--baselines", "false"]  # fmt: skip
+# the recipe, which also writes how long each save makes training wait, and a resume
 TIMED_RECIPE = """
 import time
+import toolkit.run
 from recipes import cls
-from toolkit import launch
 from toolkit.training.checkpoints import Checkpoints
 
-save = Checkpoints.save_if_due
+
+def timed(work, name, counts):
+    def run(checkpoints, *arguments, **options):
+        before, started = checkpoints._saved_step, time.perf_counter()
+        result = work(checkpoints, *arguments, **options)
+        seconds = time.perf_counter() - started
+        if counts(before, checkpoints._saved_step) and checkpoints.accelerator.is_main_process:
+            with checkpoints.path.with_name(name).open("a") as file:
+                print(seconds, file=file)
+        return result
+
+    return run
 
 
-def timed_save(self, *arguments, **options):
-    before, started = self._saved_step, time.perf_counter()
-    save(self, *arguments, **options)
-    if self._saved_step != before and self.accelerator.is_main_process:
-        with self.path.with_name("waits.txt").open("a") as file:
-            print(time.perf_counter() - started, file=file)
+save, resume = Checkpoints.save_if_due, toolkit.run.resume_from
 
 
-Checkpoints.save_if_due = timed_save
-if __name__ == "__main__":
-    launch.run(cls.main)
+def main():
+    Checkpoints.save_if_due = timed(save, "saves.txt", lambda before, after: before != after)
+    toolkit.run.resume_from = timed(resume, "resumes.txt", lambda before, after: True)
+    cls.main()
 """
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory(dir=os.environ.get("BENCHMARK_FOLDER")) as name:
-        folder = Path(name)
-        (folder / "timed.py").write_text(TIMED_RECIPE, encoding="utf-8")
-        settings = [*SETTINGS, *write_job(folder)]
-        plain = run(settings, folder / "plain", STEPS)
-        saved = run([*settings, "--checkpoint_every", "1"], folder / "saved", STEPS)
-        behind = run(
-            [*settings, "--checkpoint_every", "2", "--checkpoint_in_background"],
-            folder / "behind",
-            STEPS,
-        )
-        waits = [f"{median_wait(folder / name):.2f}" for name in ("saved", "behind")]
-        resumed = run([*settings, "--checkpoint_every", "100"], folder / "saved", STEPS + 1)
-    peaks = [
-        f"{max(line['peak_memory_bytes'] for line in lines) / 1e9:.2f}"
-        for _, lines in (plain, saved, behind)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--strategies", nargs="+", default=["zero3"], help="names of accelerate_configs/")
+    add("--processes", type=int, default=2)
+    add("--layers", type=int, default=12)
+    add("--hidden", type=int, default=768, help="24 layers of 1024: 330 million weights")
+    add("--together", action="store_true", help="one start for the runs that save or resume; the "
+        "memory of the later ones, which would hold what the first left, is not in the row")  # fmt: skip
+    add("--json", help="a file for the figures, for benchmarks/gpu_report.py")
+    options = parser.parse_args()
+    rows = []
+    for strategy in options.strategies:
+        with tempfile.TemporaryDirectory() as name:
+            rows.append(measure(strategy, Path(name), options))
+        if len(rows) == 1:
+            print(f"| {' | '.join(rows[0])} |\n{'|---' * len(rows[0])}|")
+        cells = [cell if isinstance(cell, str) else f"{cell:.3g}" for cell in rows[-1].values()]
+        print(f"| {' | '.join(cells)} |", flush=True)
+    write_rows(options.json, rows)
+
+
+def measure(strategy: str, folder: Path, options: Namespace) -> dict[str, Any]:
+    (folder / "timed.py").write_text(TIMED_RECIPE, encoding="utf-8")
+    model = str(random_bert(options.layers, options.hidden))
+    common = ["--model_name_or_path", model, "--train_file", write_job(folder), *SETTINGS]
+    checkpoint = str(folder / "saved" / "checkpoints" / f"step-{RESUMED_AT:08d}")
+    runs = {
+        "plain": common,
+        "saved": [*common, "--checkpoint_every", "2"],
+        # the save of the last step waits for this one
+        "behind": [*common, "--checkpoint_every", str(STEPS - 1), "--checkpoint_in_background"],
+        "resumed": [*common, "--resume", checkpoint],
+    }
+    if options.together:
+        del runs["plain"]
+    way = ["--config_file", f"accelerate_configs/{strategy}.yaml"]
+    way += ["--num_processes", str(options.processes)]
+    for names in [[*runs]] if options.together else [[name] for name in runs]:
+        jobs = [["timed", *runs[name], "--output_dir", str(folder / name)] for name in names]
+        start(folder, jobs, way)
+    lines = {name: read_lines(folder / name / "metrics.jsonl") for name in runs}
+    differences = [
+        abs(mine["loss"] / theirs["loss"] - 1)
+        for mine, theirs in zip(lines["resumed"], lines["saved"][RESUMED_AT:], strict=True)
     ]
-    last = resumed[1][-1]["peak_memory_bytes"] / 1e9
-    print(
-        "| save, s | in the background, s | resume, s | GB without saves | saving | in the background | resumed |"
-    )
-    print(
-        f"| {' | '.join(waits)} | {resumed[0] - plain[0]:.1f} | {' | '.join(peaks)} | {last:.2f} |"
-    )
+    row: dict[str, Any] = {
+        "": strategy,
+        "save, s": statistics.median(seconds_of(folder / "saved" / "saves.txt")),
+        "in the background, s": seconds_of(folder / "behind" / "saves.txt")[0],
+        "resume, s": seconds_of(folder / "resumed" / "resumes.txt")[0],
+        "loss after the resume, difference": max(differences),
+    }
+    titles = {"plain": "GB without saves", "saved": "GB, saving", "behind": "GB, in the background",
+              "resumed": "GB, resumed"}  # fmt: skip
+    if options.together:
+        titles = {"saved": titles["saved"]}
+    for name, title in titles.items():
+        row[title] = max(line["peak_memory_bytes"] for line in lines[name]) / 1e9
+    return row
 
 
-def write_job(folder: Path) -> list[str]:
-    """A random BERT-base and 40 short texts; returns their settings."""
-    import torch
-    from transformers import BertConfig, BertModel, BertTokenizerFast
-
-    torch.manual_seed(0)
-    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghij"]
-    vocabulary += [f"[unused{number}]" for number in range(30522 - len(vocabulary))]
-    (folder / "vocab.txt").write_text("\n".join(vocabulary), encoding="utf-8")
-    BertModel(BertConfig()).save_pretrained(folder / "bert")
-    BertTokenizerFast(vocab=str(folder / "vocab.txt")).save_pretrained(folder / "bert")
-    rows = [
-        f"{'abcdefghij'[number % 10]} {'abcdefghij'[number % 7]},{'xy'[number % 2]}"
+def write_job(folder: Path) -> str:
+    """A file of 40 short texts."""
+    rows = {
+        f"{'abcdefghij'[number % 10]} {'abcdefghij'[number % 7]},{'xy'[number % 2]}": None
         for number in range(40)
-    ]
-    (folder / "rows.csv").write_text(
-        "\n".join(["text,label", *dict.fromkeys(rows)]), encoding="utf-8"
+    }
+    file = folder / "rows.csv"
+    file.write_text("\n".join(["text,label", *rows]), encoding="utf-8")
+    return str(file)
+
+
+def start(folder: Path, jobs: list[list[str]], way: list[str]) -> None:
+    """Runs recipes one after the other in one group of processes."""
+    (folder / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
+    command = [sys.executable, "tests/jobs_worker.py", str(folder / "jobs.json"), *way]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, preexec_fn=stop_with_parent
     )
-    return ["--model_name_or_path", str(folder / "bert"), "--train_file", str(folder / "rows.csv")]
+    if done.returncode:
+        sys.exit(done.stderr[-3000:])
 
 
-def run(settings: list[str], output: Path, steps: int) -> tuple[float, list[dict[str, float]]]:
-    """(seconds to the first new line of metrics.jsonl, all lines)."""
-    log = output / "metrics.jsonl"
-    before = len(log.read_text().splitlines()) if log.exists() else 0
-    command = [
-        sys.executable,
-        str(output.with_name("timed.py")),
-        *settings,
-        "--max_steps",
-        str(steps),
-        "--output_dir",
-        str(output),
-    ]
-    started, first = time.monotonic(), 0.0
-    with tempfile.TemporaryFile() as errors:
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=errors
-        )
-        while process.poll() is None:
-            time.sleep(0.05)
-            if not first and log.exists() and len(log.read_text().splitlines()) > before:
-                first = time.monotonic() - started
-        if process.returncode:
-            errors.seek(0)
-            sys.exit(errors.read().decode()[-3000:])
-    return first, [json.loads(line) for line in log.read_text().splitlines()]
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def median_wait(output: Path) -> float:
-    """Seconds that training waited for a checkpoint."""
-    lines = (output / "waits.txt").read_text(encoding="utf-8").splitlines()
-    return statistics.median(map(float, lines))
+def seconds_of(file: Path) -> list[float]:
+    return [float(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 if __name__ == "__main__":

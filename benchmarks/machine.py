@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
+
+from toolkit.utils.files import replace_folder
 
 INSTRUCTIONS = {"amx_bf16": "AMX", "avx512_bf16": "avx512_bf16", "avx512_vnni": "avx512_vnni", "avx512f": "AVX-512",
                 "avx2": "AVX2"}  # fmt: skip
@@ -32,11 +38,22 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def hardware() -> str:
-    """The processor, and the GPU if there is one, which another process reads: CUDA does not survive a fork."""
+def gpu() -> str:
+    """Its name, which another process reads: CUDA does not survive a fork. Empty without one."""
     code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
-    gpu = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return ", ".join(filter(None, [processor(), gpu.stdout.strip()]))
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return run.stdout.strip()
+
+
+def hardware() -> str:
+    return ", ".join(filter(None, [processor(), gpu()]))
+
+
+def write_rows(path: str | None, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Figures for benchmarks/gpu_report.py, a JSON object a line: column -> text or number."""
+    if path:
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        Path(path).write_text(lines, encoding="utf-8")
 
 
 BY_HAND = "<!-- below: measured by hand -->\n"
@@ -49,19 +66,25 @@ def write_page(path: Path, text: str) -> None:
     path.write_text("\n".join([text, mark + rest]) if mark else text, encoding="utf-8")
 
 
-def random_bert(folder: Path, layers: int) -> Path:
-    """A BERT-base of so many layers with random weights, and the demo's tokenizer; made by another
-    process, so that this one stays small."""
+def random_bert(layers: int, hidden: int = 768) -> Path:
+    """A BERT with random weights and the demo's tokenizer, in $BENCHMARK_FOLDER or the temporary
+    folder; made by another process, so that this one stays small."""
     code = """
 import sys, torch
 from transformers import AutoTokenizer, BertConfig, BertModel
 from toolkit.demo import model_path
+folder, layers, hidden = sys.argv[1], *map(int, sys.argv[2:])
 torch.manual_seed(0)
 tokenizer = AutoTokenizer.from_pretrained(model_path("demo:minilm"))
-config = BertConfig(vocab_size=len(tokenizer), num_hidden_layers=int(sys.argv[2]))
-BertModel(config).save_pretrained(sys.argv[1])
-tokenizer.save_pretrained(sys.argv[1])
+config = BertConfig(vocab_size=len(tokenizer), hidden_size=hidden, num_hidden_layers=layers,
+                    num_attention_heads=hidden // 64, intermediate_size=4 * hidden)
+BertModel(config).save_pretrained(folder)
+tokenizer.save_pretrained(folder)
 """
+    parent = Path(os.environ.get("BENCHMARK_FOLDER") or tempfile.gettempdir())
+    folder = parent / f"random-bert-{layers}-{hidden}"
     if not folder.is_dir():
-        subprocess.run([sys.executable, "-c", code, str(folder), str(layers)], check=True)
+        with replace_folder(folder) as draft:
+            words = [str(draft), str(layers), str(hidden)]
+            subprocess.run([sys.executable, "-c", code, *words], check=True)
     return folder

@@ -48,3 +48,9 @@ def test_the_demo_data_sets_of_names() -> None:
     text, spans = news[1]["text"], news[1]["entities"]
     names = [(text[span["start"] : span["end"]], span["label"]) for span in spans]
     assert (len(news), names) == (19484, [("中共中央", "nt"), ("江泽民", "nr")])
+
+
+def test_demos_of_one_file_have_tokens_of_their_own() -> None:
+    """A run on one of them read the cached tokens of another."""
+    names = ("demo:rotten-tomatoes", "demo:imdb", "demo:imdb-long")
+    assert len({read_demo(name)["train"].digest for name in names}) == 3
