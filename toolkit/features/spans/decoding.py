@@ -21,6 +21,18 @@ def predict_tags(batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor]:
     return F.pad(tags.int(), missing), F.pad(chosen.exp(), missing)
 
 
+def word_losses(batch: Batch, logits: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """(B, S, C) logits -> (B,) float32 sums of cross entropies over the words of each window, of a
+    word the mean over its tokens: a link of twenty pieces counts as much as a name of one."""
+    losses = F.cross_entropy(
+        logits.float().flatten(0, 1),
+        batch.labels.flatten(),
+        reduction="none",
+        label_smoothing=label_smoothing,
+    )
+    return (losses.view(batch.labels.shape) / batch.columns["pieces"]).sum(dim=1)
+
+
 def best_tags(scores: Tensor, has_text: Tensor) -> Tensor:
     """(B, S, C) log probabilities of O, B-1, I-1, B-2, ... -> (B, S) the tags with the highest sum
     in which an I follows only its B or I (Viterbi, 1967). Tokens without text, has_text (B, S), are
