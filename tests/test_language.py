@@ -60,7 +60,16 @@ def test_every_line_of_the_table_is_one_of_the_code() -> None:
 
 @pytest.mark.parametrize(
     "job",
-    ["lora best step", "teacher", "multi-label", "regression", "long", "title", "pretraining", "spans"],
+    [
+        "lora best step",
+        "teacher",
+        "multi-label",
+        "regression",
+        "long",
+        "title",
+        "pretraining",
+        "spans",
+    ],
 )
 def test_every_line_of_a_run_is_chinese(job: str) -> None:
     name, words = f"{job} in Chinese", [*JOBS[job].words, "--language", "zh"]
