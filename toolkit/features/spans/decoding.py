@@ -1,4 +1,4 @@
-"""The most probable possible tags of tokens, without training anything."""
+"""Losses of tags, and the most probable possible tags, without training anything."""
 
 from __future__ import annotations
 
