@@ -58,7 +58,7 @@ def parse() -> Namespace:
     add("--data", default="demo:tweets")
     add("--rows", type=int, default=2394, help="of the data set; a fifth of them is evaluated")
     add("--epochs", type=int, default=4)
-    add("--learning_rate", type=float, default=4e-4)
+    add("--learning_rate", type=float, default=2e-4)
     add("--max_length", type=int, default=128)
     add("--seeds", type=int, nargs="+", default=[42])
     add("--write", action="store_true", help="write benchmarks/results/ner.md")

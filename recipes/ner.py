@@ -37,7 +37,7 @@ def main() -> None:
         outputs = run.outputs(split)
         for batch in outputs.batches(model):  # each window once; no dropout, no gradients
             logits = model(**batch.inputs).logits.float()  # (B, S, C)
-            losses = toolkit.token_losses(logits, batch.labels)  # (B,)
+            losses = spans.word_losses(batch, logits)  # (B,)
             tags, probabilities = spans.predict_tags(batch, logits)  # (B, T), possible ones
             outputs.add(accelerator.gather_for_metrics((batch.ids, losses, tags, probabilities)))
         return spans.span_evaluation(outputs, targets.labels, spans.span_metrics)
@@ -45,9 +45,9 @@ def main() -> None:
     for step in run.steps(evaluate):  # resumes; logs, evaluates and saves when due
         for batch in step.micro_batches(model):  # this process's part of the global batch
             logits = model(**batch.inputs).logits  # (B, S, C)
-            # (B,): each window's sum over the tokens that count in it
-            losses = toolkit.token_losses(logits, batch.labels, training.label_smoothing_factor)
-            # their share of the mean over the tokens of the global batch
+            # (B,): each window's sum over the words that count in it
+            losses = spans.word_losses(batch, logits, training.label_smoothing_factor)
+            # their share of the mean over the words of the global batch
             accelerator.backward(step.mean(losses))
         step.grad_norm = accelerator.clip_grad_norm_(model.parameters(), training.clip_norm)
         optimizer.step()

@@ -72,7 +72,8 @@ def split_of(run: Path, name: str) -> SpanSplit:
 
 
 def test_a_plain_loop_has_the_same_losses() -> None:
-    """With transformers' loss: the mean over the tokens of all windows of a global batch that count."""
+    """Cross entropies of transformers' model: the mean over the words of all windows of a global
+    batch, of a word the mean over its tokens."""
     run = job("single", "plain", "--weight_decay", 0, "--max_grad_norm", 0)
     torch.manual_seed(SEED)
     model = BertForTokenClassification.from_pretrained(
@@ -88,7 +89,11 @@ def test_a_plain_loop_has_the_same_losses() -> None:
     for number in range(STEPS):
         epoch, place = divmod(number, count)
         batch = collate(global_batches(split.lengths, 22, SEED, epoch)[place])
-        loss = model(**batch.inputs, labels=batch.labels).loss
+        logits = model(**batch.inputs).logits
+        each = torch.nn.functional.cross_entropy(logits.mT, batch.labels, reduction="none")
+        counts = batch.labels != IGNORED
+        shares = counts / batch.columns["pieces"]
+        loss = (each * shares).sum() / shares.sum()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -189,6 +194,20 @@ def test_an_unknown_character_keeps_its_place_and_spans_come_back(tokenizer: Any
     )
     assert [Span(start, end, LABELS[label]) for _, start, end, label, _ in found] == spans
     assert [probability for *_, probability in found] == pytest.approx([0.5, 0.5, 0.6])
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("good goodfilm xy", [1, 5, 5, 5, 5, 5, 2, 2]),
+        ("xy. xy", [3, 3, 3, 2, 2]),
+        ("很好xy很", [1, 1, 2, 2, 1]),
+    ],
+)
+def test_each_word_counts_as_much(text: str, pieces: list[int], tokenizer: Any) -> None:
+    """A word is between white space; a Chinese character is one."""
+    [tokens] = WindowReader(tokenizer, 50, 3).tokens([text])
+    assert tokens.pieces.tolist() == pieces
 
 
 def test_the_best_possible_tags_of_all() -> None:

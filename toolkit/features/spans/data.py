@@ -31,8 +31,8 @@ from toolkit.utils.progress import Progress
 
 class SpanCollator(Collator):
     """Sample indices -> a padded `Batch` whose labels (B, S) are the tags of its tokens, with the
-    column `has_text` (B, T), T the tokens of the split's longest window: which tokens have
-    characters."""
+    columns `pieces` (B, S), the tokens of each one's word, and `has_text` (B, T), T the tokens of
+    the split's longest window: which tokens have characters."""
 
     split: SpanSplit
 
@@ -48,14 +48,19 @@ class SpanCollator(Collator):
         width = batch.inputs["input_ids"].shape[1]
         is_text = split.gather(split.ends > split.starts, indices)
         has_text = self.padded(is_text, lengths, self.longest, 0, False).bool()
-        columns = {**batch.columns, "has_text": has_text}
+        pieces = np.maximum(split.gather(split.pieces, indices), 1)
+        columns = {
+            **batch.columns,
+            "has_text": has_text,
+            "pieces": self.padded(pieces, lengths, width, 1, False),
+        }
         labels = self.padded(tags, lengths, width, IGNORED, False)
         return replace(batch, labels=labels, columns=columns)
 
 
 @dataclass(frozen=True)
 class SpanSplit(Split):
-    """A split of windows, numbered by `rows`; `labels` (samples,) int64: the tokens that count."""
+    """A split of windows, numbered by `rows`; `labels` (samples,) float64: the words that count."""
 
     tags: np.ndarray
     """(tokens,) int16: the tag of each token, or IGNORED."""
@@ -63,6 +68,8 @@ class SpanSplit(Split):
     """(tokens,) int32: of its characters in the text."""
     ends: np.ndarray
     """(tokens,) int32; not above `starts`: no characters."""
+    pieces: np.ndarray
+    """(tokens,) int32: the tokens of its word."""
     text_index: np.ndarray
     """(samples,) int64: the text of each window, from 0."""
     text_rows: np.ndarray
@@ -71,7 +78,7 @@ class SpanSplit(Split):
     """The texts, of a split in memory."""
 
     def loss_denominators(self, indices: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """(samples,) int64: the tokens of each window that count."""
+        """(samples,) float64: the words of each window that count, each token its share of one."""
         return self.labels[indices]
 
     def texts(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The most probable possible tags of tokens, without training anything."""
+"""Losses of tags, and the most probable possible tags, without training anything."""
 
 from __future__ import annotations
 
@@ -19,6 +19,18 @@ def predict_tags(batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor]:
     chosen = log_probabilities.gather(2, tags[..., None])[..., 0]
     missing = (0, has_text.shape[1] - width)
     return F.pad(tags.int(), missing), F.pad(chosen.exp(), missing)
+
+
+def word_losses(batch: Batch, logits: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """(B, S, C) logits -> (B,) float32 sums of cross entropies over the words of each window, of a
+    word the mean over its tokens: a link of twenty pieces counts as much as a name of one."""
+    losses = F.cross_entropy(
+        logits.float().flatten(0, 1),
+        batch.labels.flatten(),
+        reduction="none",
+        label_smoothing=label_smoothing,
+    )
+    return (losses.view(batch.labels.shape) / batch.columns["pieces"]).sum(dim=1)
 
 
 def best_tags(scores: Tensor, has_text: Tensor) -> Tensor:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+CJK = re.compile(
+    "[\u2e80-\u9fff\uf900-\ufaff\ufe30-\ufe4f\uff00-\uffef\U00020000-\U0003ffff]"
+)
+"""A Chinese or Japanese character."""
 _KEYS = (("start", "start_offset"), ("end", "end_offset"), ("label",))
 _FORMS = '{"start": 0, "end": 2, "label": "PER"} or [0, 2, "PER"]'
 

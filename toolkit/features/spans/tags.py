@@ -10,6 +10,7 @@ from typing import Any
 from toolkit.data.columns import USUAL_TEXT, find_columns
 from toolkit.data.table import Rows, Table
 from toolkit.errors import UserError, listing
+from toolkit.features.spans.spans import CJK
 
 USUAL_SPANS = ("entities", "spans", "ents", "label", "labels", "annotations", "ner_tags", "tags",
                "实体", "标注", "标签")  # fmt: skip
@@ -18,9 +19,6 @@ SCHEMES = ("BIO", "BMESO", "BIESO", "BILUO")
 """B begins a span, I or M continues it, E or L ends it; S or U is a whole one; O is outside."""
 _TAG = re.compile("O|[BIMESLU]-.+")
 _SEPARATORS = {"space": " ", "none": ""}
-_CJK = re.compile(
-    "[\u2e80-\u9fff\uf900-\ufaff\ufe30-\ufe4f\uff00-\uffef\U00020000-\U0003ffff]"
-)
 
 
 def with_texts(table: Table, settings: Any) -> Table:
@@ -150,7 +148,7 @@ def join_tokens(
     for token in tokens:
         if text and separator is not None:
             text += separator
-        elif text and not _CJK.match(text[-1]) and not _CJK.match(token):
+        elif text and not CJK.match(text[-1]) and not CJK.match(token):
             text += " "
         places.append((len(text), len(text) + len(token)))
         text += token

@@ -14,9 +14,15 @@ import numpy as np
 
 from toolkit.data.batches import IGNORED
 from toolkit.errors import UserError
-from toolkit.features.spans.spans import Span
+from toolkit.features.spans.spans import CJK, Span
 
-DTYPES = {"input_ids": np.int32, "tags": np.int16, "starts": np.int32, "ends": np.int32}
+DTYPES = {
+    "input_ids": np.int32,
+    "tags": np.int16,
+    "starts": np.int32,
+    "ends": np.int32,
+    "pieces": np.int32,
+}
 
 
 class Window(NamedTuple):
@@ -26,6 +32,7 @@ class Window(NamedTuple):
     tags: np.ndarray
     starts: np.ndarray
     ends: np.ndarray
+    pieces: np.ndarray
 
 
 class Tokens(NamedTuple):
@@ -35,6 +42,19 @@ class Tokens(NamedTuple):
     ids: np.ndarray
     starts: np.ndarray
     ends: np.ndarray
+    pieces: np.ndarray
+    """How many tokens each one's word has."""
+
+
+def pieces_of_words(text: str, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """(tokens,) how many tokens the word of each has. Words are between white space; a Chinese or
+    Japanese character is a word."""
+    goes_on = np.zeros(len(starts), bool)
+    for place in np.flatnonzero(starts[1:] == ends[:-1]) + 1:
+        border = starts[place]
+        goes_on[place] = not any(map(CJK.match, text[border - 1 : border + 1]))
+    words = np.cumsum(~goes_on)
+    return np.bincount(words, minlength=1)[words]
 
 
 def tag_names(labels: Sequence[str]) -> list[str]:
@@ -134,8 +154,10 @@ class WindowReader:
                 word = text[start:end]
                 starts.append(end - len(word.lstrip()))
                 ends.append(start + len(word.rstrip()))
-            arrays = (np.array(each, np.int64) for each in (encoding.ids, starts, ends))
-            yield Tokens(*arrays)
+            ids, first, last = (
+                np.array(each, np.int64) for each in (encoding.ids, starts, ends)
+            )
+            yield Tokens(ids, first, last, pieces_of_words(text, first, last))
 
     def windows(self, tokens: Tokens, tags: np.ndarray) -> Iterator[Window]:
         """The windows of a text with these tags."""
@@ -147,6 +169,7 @@ class WindowReader:
             window.input_ids[:] = [*self.prefix, *tokens.ids[part], *self.suffix]
             window.starts[middle] = tokens.starts[part]
             window.ends[middle] = tokens.ends[part]
+            window.pieces[middle] = tokens.pieces[part]
             window.tags[:] = IGNORED
             first = before + counting.start - part.start
             last = before + counting.stop - part.start
@@ -163,7 +186,9 @@ def arrays_of(windows: Sequence[Sequence[Window]]) -> dict[str, np.ndarray]:
         arrays[name] = np.concatenate(parts)
     arrays["offsets"] = np.append(0, np.cumsum([len(window.tags) for window in flat]))
     arrays["rows"] = np.arange(len(flat))
-    arrays["labels"] = np.array([np.sum(window.tags != IGNORED) for window in flat])
+    arrays["labels"] = np.array(
+        [np.sum(1 / window.pieces[window.tags != IGNORED]) for window in flat]
+    )
     arrays["text_rows"] = np.arange(len(windows))
     arrays["text_index"] = np.repeat(arrays["text_rows"], list(map(len, windows)))
     return arrays
