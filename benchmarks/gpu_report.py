@@ -274,7 +274,8 @@ def run_part(part: Part, sizes: Mapping[str, str], folder: Path) -> dict[str, An
 
 def pytest_runtest_logreport(report: Any) -> None:
     """pytest calls this after each phase of a test: this file is its plugin in the parts with tests."""
-    if "PYTEST_XDIST_WORKER" in os.environ:  # the main process gets the same reports
+    # a worker's reports reach the main process, too
+    if os.environ.get("PYTEST_XDIST_WORKER"):
         return
     if report.when == "call" or report.outcome != "passed":
         with Path(os.environ[FIGURES]).open("a", encoding="utf-8") as file:

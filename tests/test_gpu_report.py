@@ -44,6 +44,8 @@ def test_parts_run_in_order_within_limits_and_go_on_after_a_kill(tmp_path: Path)
     orders = []
     for code in (-9, 0, 0):
         env = {"PYTHONPATH": f"{ROOT}:{ROOT}/benchmarks", "TMPDIR": str(tmp_path)}
+        # not as a worker of the tests that run this one
+        env["PYTEST_XDIST_WORKER"] = ""
         assert start([sys.executable, "-c", REPORT, tmp_path], env=env).code == code
         orders.append((tmp_path / "order").read_text().split())
         (tmp_path / "order").write_text("cut ")
