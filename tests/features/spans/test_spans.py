@@ -354,7 +354,8 @@ def test_mistakes_are_told_apart() -> None:
     )
 
 
-def test_the_page_and_the_card() -> None:
+def test_the_page_and_the_card(monkeypatch: Any) -> None:
+    """Both programs of the card run: how to use the model, and whether it answers as when it was saved."""
     run = runs("single")["spans"]
     page = (run / "report.html").read_text(encoding="utf-8")
     assert "wrong border" in page
@@ -365,3 +366,7 @@ def test_the_page_and_the_card() -> None:
         for part in ("pipeline_tag: token-classification", "THING", "stride=7")
         if part not in card
     ] == []
+    use, test = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    monkeypatch.chdir(run / "model")
+    exec(use, {})
+    exec(test, {})
