@@ -30,6 +30,7 @@ from toolkit.checkpoint.model_folder import write_length
 from toolkit.config import ModelSettings
 from toolkit.data.labels import Labels
 from toolkit.data.tokenizer import load_tokenizer
+from toolkit.evaluation import self_test
 from toolkit.evaluation.saved_model import SavedModel
 from toolkit.evaluation.self_test import (
     FILE,
@@ -258,6 +259,18 @@ def test_a_run_does_not_begin_from_another_model(
     assert "the same weights" in failed(*words, "--output_dir", tmp_path / "run")
     assert not (tmp_path / "run").exists()
     train(*words, "--output_dir", tmp_path / "run", "--self_test", "warn")
+
+
+def test_a_model_that_cannot_be_tested_is_converted(
+    saved: Path, monkeypatch: Any, tmp_path: Path, capsys: Any
+) -> None:
+    """It is a line, and the folder is whole but for the test, which would be another model's."""
+    monkeypatch.setattr(self_test, "checked_texts", lambda pairs: [])
+    toolkit.convert(saved, tmp_path / "out")
+    assert "has no self_test.json" in capsys.readouterr().err
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert FILE not in files
+    assert files >= {"config.json", "model.safetensors", "tokenizer.json"}
 
 
 def test_convert_compares_before_it_writes_another(saved: Path, tmp_path: Path) -> None:

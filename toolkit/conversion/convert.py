@@ -110,7 +110,8 @@ def _test(opened: Checkpoint, draft: Path, settings: ConvertSettings) -> None:
         precision = "no" if settings.dtype == "fp32" else settings.dtype
         loaded = self_test.load_plainly(draft)
         self_test.check_self_test(loaded, settings.self_test, precision)
-    self_test.write_self_test(draft)
+        (draft / source.name).unlink()
+    self_test.try_self_test(draft)
 
 
 def _find_folder(file: str, *folders: Path | None) -> Path | None:

@@ -137,6 +137,15 @@ def write_self_test(folder: Path, tolerance: float = TOLERANCE["no"]) -> None:
         draft.write_text(json.dumps(content, ensure_ascii=False) + "\n", "utf-8")
 
 
+def try_self_test(folder: Path) -> None:
+    """Writes the file. A model that cannot be tested is a line: neither the results of hours nor a
+    converted checkpoint depend on it."""
+    try:
+        write_self_test(folder)
+    except Exception as error:
+        log_on_rank_0(f"{folder} has no {FILE}: {first_line(error)}")
+
+
 def check_self_test(loaded: Loaded, mode: str = "error", precision: str = "no") -> bool:
     """Compares a model that computes in `precision` with its folder's file; False if there is none,
     or `mode` is `off`. Raises UserError if the model answers otherwise than when it was saved; in

@@ -14,9 +14,9 @@ from accelerate import Accelerator
 
 from toolkit import demo, launch
 from toolkit.config import ModelSettings
-from toolkit.errors import escape_controls, first_line
+from toolkit.errors import escape_controls
 from toolkit.evaluation import Evaluation
-from toolkit.evaluation.self_test import write_self_test
+from toolkit.evaluation.self_test import try_self_test
 from toolkit.launch.strategy import strategy_name
 from toolkit.models import lora
 from toolkit.report.model_class import architecture
@@ -25,7 +25,6 @@ from toolkit.training.resume import Resumed
 from toolkit.utils.extras import install_command, is_installed
 from toolkit.utils.features import features
 from toolkit.utils.language import Language
-from toolkit.utils.log import log_on_rank_0
 
 if TYPE_CHECKING:
     from toolkit.run import Run
@@ -187,20 +186,10 @@ def write_pages(folder: Path, best_step: int) -> None:
     from toolkit.report.html import write_report_of_folder
 
     if best_step:
-        _write_self_test(folder / "model")
+        if architecture(folder / "model"):
+            try_self_test(folder / "model")
         write_card(folder / "model", folder, best_step)
     write_report_of_folder(folder)
-
-
-def _write_self_test(model: Path) -> None:
-    """If transformers has the model's class; a model that cannot be tested is a line: the results
-    of hours do not depend on it."""
-    if not architecture(model):
-        return
-    try:
-        write_self_test(model)
-    except Exception as error:
-        log_on_rank_0(f"{model} has no self_test.json: {first_line(error)}")
 
 
 def class_lines(evaluation: Evaluation) -> list[str]:
