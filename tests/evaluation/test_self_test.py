@@ -203,6 +203,8 @@ def test_no_alarm(name: str, tmp_path: Path, no_launcher: None) -> None:
     for precision in ("no", "bf16"):
         AcceleratorState._reset_state(True)
         SavedModel(str(folder)).load(Accelerator(True, mixed_precision=precision), 100, 8, None)
+    # or the next test of this process would be in bf16
+    AcceleratorState._reset_state(True)
 
 
 def test_no_alarm_for_other_tasks(tiny_model: Path, tmp_path: Path) -> None:
